@@ -79,7 +79,7 @@ class _RecordingClock(VirtualClock):
         self._event_of: dict[int, int] = {}
         super().__init__(1.0, None)  # type: ignore[arg-type]
         self._rates = _NoTime(self.add)
-        self._counts_bytes = True
+        self.counts_bytes = True
 
     @property
     def now(self) -> float:  # type: ignore[override]

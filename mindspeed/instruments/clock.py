@@ -26,9 +26,10 @@ rank is not modelled. Calls from other Python threads are not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -38,7 +39,12 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments.instrument import Instrument, PhaseTracker
-from mindspeed.instruments.ledger import DEVICE, NAMESPACES, Communication, CommunicationMode
+from mindspeed.instruments.ledger import (
+    DEVICE,
+    Communication,
+    CommunicationMode,
+    OperatorTraits,
+)
 from mindspeed.instruments.live_memory import kinds_of
 from mindspeed.instruments.timeline import Interval
 from mindspeed.journal import Journal
@@ -74,6 +80,7 @@ class VirtualClock(Instrument):
         now: seconds from the start of the clock.
         intervals: what happened so far, in the order of its start on this rank.
         scope: set by the caller, for example to the layer that runs; intervals carry it.
+        counts_bytes: whether operators without a FLOP formula take time.
     """
 
     def __init__(
@@ -87,8 +94,9 @@ class VirtualClock(Instrument):
         self.intervals: list[TimedCall] = []
         link_of = link if callable(link) else lambda communication: link
         self._rates: Rates = SimpleRates(flops_per_second, link_of, memory_bytes_per_second)
-        self._counts_bytes = memory_bytes_per_second is not None
+        self.counts_bytes = memory_bytes_per_second is not None
         self._free_at: dict[str, float] = {}  # stream -> end of its last communication
+        self._busy_until = 0.0
         self._pending: dict[int, tuple[Any, TimedCall]] = {}  # by id; holds the object alive
         super().__init__()
         self.mode = _Mode(self, self.phase)
@@ -97,17 +105,40 @@ class VirtualClock(Instrument):
     def of(cls, rates: Rates) -> VirtualClock:
         """A clock with another model of time."""
         clock = cls(1.0, Link(1.0))
-        clock._rates, clock._counts_bytes = rates, True
+        clock._rates, clock.counts_bytes = rates, True
         return clock
 
     def enter_contexts(self, stack: ExitStack) -> None:
         """Watch ``wait`` of all kinds of handles too."""
+        stack.enter_context(self._waits())
+        super().enter_contexts(stack)
+
+    @contextmanager
+    def told(self, phase: PhaseTracker) -> Iterator[None]:
+        """Run with what another mode tells by :meth:`before` and :meth:`after` each operator.
+
+        Two modes take twice as long, most of it on the way to them.
+
+        Args:
+            phase: of the instrument of that mode.
+        """
+        own, self.phase = self.phase, phase
+        try:
+            with self._waits():
+                yield
+        finally:
+            self.phase = own
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
         journal = Journal()
-        stack.callback(self._pending.clear)
-        stack.callback(journal.undo)
         for kind in kinds_of(Work):
             journal.set(kind, "wait", self._observed(kind.wait), owner="clock")
-        super().enter_contexts(stack)
+        try:
+            yield
+        finally:
+            journal.undo()
+            self._pending.clear()
 
     def _observed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def observed(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,26 +173,42 @@ class VirtualClock(Instrument):
             if op is None or (found is not None and found.op == op):
                 yield interval
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any, formula: Any) -> None:
-        flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-        wanted = self._counts_bytes and func.namespace not in NAMESPACES
-        nbytes = moved_bytes(func, (args, kwargs), result) if wanted else 0
-        if not flops and not nbytes:
-            return
+    def before(self, traits: OperatorTraits, args: Any) -> None:
+        """Tell of an operator that is about to run."""
+        if traits.name == "_c10d_functional::wait_tensor":
+            self._wait_for(storage_of(args[0]))
+
+    def after(self, traits: OperatorTraits, call: Call, sent: Sequence[Communication]) -> None:
+        """Tell of an operator that has run, and of its communications."""
+        if call.flops or call.nbytes:
+            self._compute(traits.name, call)
+        for communication in sent:
+            self._started(traits.name, communication, call.result)
+
+    def _compute(self, name: str, call: Call) -> None:
         start = self.now
-        self.now = self._end(self._rates.operator(Call(func, args, kwargs, result, flops, nbytes)))
+        self.now = self._end(self._rates.operator(call))
         if self.now > start:
-            moved = 0 if flops else nbytes
-            self._note(
-                "compute", func._schema.name, start, self.now, flops=flops, memory_bytes=moved
-            )
+            moved = 0 if call.flops else call.nbytes
+            self._note("compute", name, start, self.now, flops=call.flops, memory_bytes=moved)
+
+    def _started(self, name: str, communication: Communication, result: Any) -> None:
+        interval = self._communicate(name, communication)
+        leaves = tree_leaves(result)
+        if leaves and isinstance(leaves[-1], torch.ScriptObject):
+            self._expect(Work.unbox(leaves[-1]), interval)
+        elif name.startswith("_c10d_functional"):
+            for tensor in leaves:
+                self._pending[storage_of(tensor)] = (tensor, interval)
+        else:
+            self._wait(interval)
 
     def _end(self, seconds: float) -> float:
         """End of a computation that starts now; it is slower while communication runs."""
         slowdown = self._rates.slowdown
         if slowdown == 1.0:
             return self.now + seconds
-        busy = max(0.0, max(self._free_at.values(), default=0.0) - self.now)
+        busy = max(0.0, self._busy_until - self.now)
         return self.now + min(seconds * slowdown, seconds + busy * (1 - 1 / slowdown))
 
     def _communicate(self, name: str, communication: Communication) -> TimedCall:
@@ -169,6 +216,7 @@ class VirtualClock(Instrument):
         start = max(self.now, self._free_at.get(stream, 0.0))
         end = start + self._rates.communication(communication)
         self._free_at[stream] = end
+        self._busy_until = max(self._busy_until, end)
         return self._note("communication", name, start, end, communication)
 
     def _expect(self, waitable: Any, interval: TimedCall) -> None:
@@ -224,30 +272,14 @@ class _Mode(CommunicationMode):
         if any_wraps(types):  # of AsyncCollectiveTensor, wait_tensor and func come again
             return NotImplemented
         kwargs, traits = kwargs or {}, self.traits_of(func)
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        if traits.name == "_c10d_functional::wait_tensor":
-            self._clock._wait_for(storage_of(args[0]))
-            return func(*args, **kwargs)
+        self._clock.before(traits, args)
+        sent = self.communications(func, args, kwargs) if traits.collective else ()
         kernel = traits.operator
         result = func(*args, **kwargs) if kernel is None else self._inside(kernel, args)
-        if traits.formula is None or kernel is None:  # the products of a kernel are timed inside
-            self._clock._compute(func, args, kwargs, result, traits.formula)
-        if traits.collective:
-            self._started(traits.name, self.communications(func, args, kwargs), result)
+        if kernel is None or traits.formula is None:  # the products of a kernel are timed inside
+            call = Call.of(traits, func, args, kwargs, result, self._clock.counts_bytes)
+            self._clock.after(traits, call, sent)
         return result
-
-    def _started(self, name: str, communications: list[Communication], result: Any) -> None:
-        for communication in communications:
-            interval = self._clock._communicate(name, communication)
-            leaves = tree_leaves(result)
-            if leaves and isinstance(leaves[-1], torch.ScriptObject):
-                self._clock._expect(Work.unbox(leaves[-1]), interval)
-            elif name.startswith("_c10d_functional"):
-                for tensor in leaves:
-                    self._clock._pending[storage_of(tensor)] = (tensor, interval)
-            else:
-                self._clock._wait(interval)
 
 
 def _lane(kind: str, communication: Communication | None) -> str:
@@ -266,34 +298,54 @@ _LIFTED = torch.ops.aten.lift_fresh.default
 
 def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes; views and allocations move none."""
-    if func.is_view and func is not _LIFTED:
+    moves = _moves_of(func)
+    if moves == "nothing":
         return 0
     given, made = tensors_in(inputs), tensors_in(result)
     known = set(map(storage_of, given))
-    if func._schema.is_mutable:
+    if moves == "in place":
         return sum(map(extent, given)) + sum(extent(x) for x in made if storage_of(x) in known)
-    name = func._schema.name.split("::")[1]
-    if not made or any(storage_of(x) in known for x in made) or "empty" in name:
+    if not made or any(storage_of(x) in known for x in made):
         return 0
-    if name.startswith("new_") or name.endswith("_like"):
-        given = []  # it gives shape and dtype only
-    return sum(map(extent, [*given, *made]))
+    return sum(map(extent, made if moves == "result" else [*given, *made]))
+
+
+@cache
+def _moves_of(func: Any) -> str:
+    """What an operator moves: nothing, the result, arguments in place, or all."""
+    name = func._schema.name.split("::")[1]
+    if func.is_view and func is not _LIFTED:
+        return "nothing"
+    if func._schema.is_mutable:
+        return "in place"
+    if "empty" in name:
+        return "nothing"
+    return "result" if name.startswith("new_") or name.endswith("_like") else "all"
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors in sequences and dictionaries, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
+    found: list[torch.Tensor] = []
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for one in value for tensor in tensors_in(one)]
+        return found
+    for one in value:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple | dict):
+            found += tensors_in(one)
+    return found
 
 
 def extent(tensor: torch.Tensor) -> int:
     """Bytes of a tensor; ``[n, 1]`` expanded to ``[n, m]`` counts n elements."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor.numel() * tensor.element_size()
+    sizes = zip(tensor.shape, strides, strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size()
 
 
@@ -324,6 +376,7 @@ class Call(NamedTuple):
 
     Attributes:
         flops: by its formula; 0 without one.
+        nbytes: read and written.
     """
 
     func: Any
@@ -332,6 +385,23 @@ class Call(NamedTuple):
     result: Any
     flops: int
     nbytes: int
+
+    @classmethod
+    def of(
+        cls,
+        traits: OperatorTraits,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        with_bytes: bool = True,
+    ) -> Call:
+        """Describe a call."""
+        formula = traits.formula
+        flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
+        moves = with_bytes and (traits.moves or func is _LIFTED)
+        nbytes = moved_bytes(func, (args, kwargs), result) if moves else 0
+        return cls(func, args, kwargs, result, flops, nbytes)
 
 
 class Rates(Protocol):

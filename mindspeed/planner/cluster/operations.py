@@ -24,9 +24,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from mindspeed.instruments.clock import Call, extent, storage_of
+from mindspeed.instruments.clock import Call, extent, storage_of, tensors_in
 
 Product = tuple[int, int, int, str]
 """Rows m, columns n, summed entries k, dtype of ``[m, k] @ [k, n]``."""
@@ -61,6 +60,11 @@ EMULATED = {
 """What operators in fp32 stand for, by file: parts of an attention, products in fp8 with casts."""
 GROUPED = ("mindspeed/te/grouped.py", "mindspeed/te/fused_experts.py")
 """Files whose equal products, one of each expert, a device runs as one kernel."""
+OUTSIDE = (
+    "megatron/core/pipeline_parallel/schedules.py",
+    "megatron/core/transformer/transformer_layer.py",
+)
+"""Files whose functions no others of these files call."""
 _DROPOUT = torch.nn.functional.dropout.__code__
 _NOT_FUSED: dict[str, Callable[[FrameType], bool]] = {
     "_bias_dropout_add": lambda frame: True,  # of bias_dropout_add_unfused
@@ -145,7 +149,7 @@ class Kernels:
         dtype, before = dtype_of(call), self._product
         self._product = None
         if "attention" in name:
-            query = next(leaf for leaf in _tensors(call.args) if leaf.dim() > 2)
+            query = next(leaf for leaf in tensors_in(call.args) if leaf.dim() > 2)
             per_key = (10 if "backward" in name else 4) * query.numel()
             keys, head = max(1, round(call.flops / per_key)), query.shape[-1]
             return Operation(name, call.flops, call.nbytes, dtype=dtype, keys=keys, head=head)
@@ -177,12 +181,12 @@ class Kernels:
         """Bytes of an operator, less those of operators before that turned out to stay inside."""
         nbytes = call.nbytes - self._credit
         if inside:
-            for tensor in _tensors((call.args, call.kwargs)):
+            for tensor in tensors_in((call.args, call.kwargs)):
                 key = storage_of(tensor)
                 if key in self._made:  # neither read nor written by one kernel
                     nbytes -= extent(tensor) + self._made[key]
                     self._made[key] = 0
-            for tensor in _tensors(call.result):
+            for tensor in tensors_in(call.result):
                 self._made[storage_of(tensor)] = extent(tensor)
         self._credit = max(0, -nbytes)
         return max(0, nbytes)
@@ -208,7 +212,9 @@ def _on_stack() -> _Place:
     dropout = None
     while frame is not None:
         code = frame.f_code
-        fused, stands, many, _ = _KINDS.get(id(code)) or _kind_of(code)
+        fused, stands, many, outside, _ = _KINDS.get(id(code)) or _kind_of(code)
+        if outside:
+            break
         stands_for, grouped = stands_for or stands, grouped or many
         if code is _DROPOUT:
             dropout = code
@@ -219,22 +225,18 @@ def _on_stack() -> _Place:
     return function, stands_for, grouped
 
 
-_Kind = tuple[bool, str, bool, CodeType]
+_Kind = tuple[bool, str, bool, bool, CodeType]
 _KINDS: dict[int, _Kind] = {}
 """By the ids of functions, which live as long: hashing one reads all of its instructions."""
 
 
 def _kind_of(code: CodeType) -> _Kind:
-    """What :data:`FUSED`, :data:`EMULATED` and :data:`GROUPED` say about a function."""
+    """What :data:`FUSED`, :data:`EMULATED`, :data:`GROUPED` and :data:`OUTSIDE` say about it."""
     path = PurePath(code.co_filename).as_posix()
     fused = code is _DROPOUT or any(part in path for part in FUSED)
     stands = next((kind for file, kind in EMULATED.items() if path.endswith(file)), "")
-    _KINDS[id(code)] = fused, stands, path.endswith(GROUPED), code
+    _KINDS[id(code)] = fused, stands, path.endswith(GROUPED), path.endswith(OUTSIDE), code
     return _KINDS[id(code)]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 _Sizes = tuple[int, int, int, int]  # m, n, k, batch

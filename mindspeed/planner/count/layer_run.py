@@ -78,12 +78,12 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
 
     args = job.settings(point.overrides, point.devices).args
     clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
-    with planned_rank(args, 0) as own, StepCounter() as counter:
+    with planned_rank(args, 0) as own, StepCounter(clock) as counter:
         step = StepOfRank(own, counter, 1)
         claim(counter, step.model)
         marks = _Marks(clock, counter)
         marks.follow(step.model.chunks)
-        with counter.counting(), clock, contextlib.suppress(_Known):
+        with counter.counting(), contextlib.suppress(_Known):
             step.run()
     return marks.layer()
 

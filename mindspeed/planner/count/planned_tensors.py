@@ -162,11 +162,15 @@ class PlannedTensors(FakeTensorMode):
         if func.namespace != "aten" and ((own := find(func)) is None or own.communicates):
             return None
         key = [func, torch.get_default_dtype()]
-        known = all(self._describe(key, x) for x in args)
-        if known and kwargs:
+        for x in args:  # a generator would take as long as what it yields
+            if not self._describe(key, x):
+                return None
+        if kwargs:
             key += kwargs
-            known = all(self._describe(key, x) for x in kwargs.values())
-        return tuple(key) if known else None
+            for x in kwargs.values():
+                if not self._describe(key, x):
+                    return None
+        return tuple(key)
 
     def _describe(self, key: list[Any], value: Any) -> bool:
         """Append what is known of an argument to a key; False where it has to be looked at."""

@@ -54,10 +54,9 @@ class Recorder(StepCounter):
     """
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
-        super().__init__()
+        super().__init__(clock)
         self.blocks: list[Block] = []
         self.starts: list[float] = []
-        self._clock = clock
         self._before = 0, 0, 0
         self._routed = 0.0
 
@@ -89,8 +88,7 @@ class Recorder(StepCounter):
     def _count(self, traits: OperatorTraits, call: Call) -> None:
         """Add FLOPs alone: nobody asks a recording for its operators."""
         if traits.formula is not None:
-            flops = traits.formula(*call.args, **call.kwargs, out_val=call.result)
-            self._add(traits.name, flops, repeated_in(traits.packet, call.args, flops))
+            self._add(traits.name, call.flops, repeated_in(traits.packet, call.args, call.flops))
 
     def _change(self, key: int, nbytes: int) -> None:
         before, kind = self._storages[key]
@@ -229,7 +227,7 @@ def between_steps(
 @contextlib.contextmanager
 def _recording(recorder: Recorder, clock: VirtualClock | None) -> Iterator[None]:
     """Count and time what runs in this context, and complete its blocks."""
-    with recorder.counting(), clock or contextlib.nullcontext():
+    with recorder.counting():
         yield
     recorder.close()
     if clock is not None:

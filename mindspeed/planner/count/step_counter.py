@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments import flops as flop_reports
-from mindspeed.instruments.clock import Call, moved_bytes
+from mindspeed.instruments.clock import Call, VirtualClock
 from mindspeed.instruments.flops import FlopCount, repeated_in
 from mindspeed.instruments.ledger import DEVICE, Communication, CommunicationMode, OperatorTraits
 from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
@@ -123,6 +123,9 @@ class StepCounter(LiveMemory):
 
     While :attr:`kind` is "activations", storages that a backward pass allocates are "temporary".
 
+    Args:
+        clock: times what is counted, too.
+
     Attributes:
         flops: FLOPs of forward, backward and recomputation.
         products: executions of each matrix product.
@@ -132,7 +135,7 @@ class StepCounter(LiveMemory):
         communications: communications, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: VirtualClock | None = None) -> None:
         super().__init__()
         self.flops = FlopCount()
         self.products: Counter[Product] = Counter()
@@ -141,6 +144,7 @@ class StepCounter(LiveMemory):
         self.calls: Counter[str] = Counter()
         self.communications: list[Communication] = []
         self._counts = False
+        self._clock = clock
         self.mode: TorchDispatchMode = _Mode(self)
 
     def enter_contexts(self, stack: ExitStack) -> None:
@@ -153,7 +157,8 @@ class StepCounter(LiveMemory):
         """Count operators inside the block."""
         self._counts = True
         try:
-            yield
+            with nullcontext() if self._clock is None else self._clock.told(self.phase):
+                yield
         finally:
             self._counts = False
 
@@ -175,18 +180,15 @@ class StepCounter(LiveMemory):
 
     def _count(self, traits: OperatorTraits, call: Call) -> None:
         if traits.formula is not None:
-            flops = traits.formula(*call.args, **call.kwargs, out_val=call.result)
-            self._add(traits.name, flops, repeated_in(traits.packet, call.args, flops))
+            self._add(traits.name, call.flops, repeated_in(traits.packet, call.args, call.flops))
             found = product_of(call)
             if found is None:
-                self.other_flops[traits.name] += flops
+                self.other_flops[traits.name] += call.flops
             else:
                 self.products[found[0]] += found[1]
-        elif traits.moves:
-            nbytes = moved_bytes(call.func, (call.args, call.kwargs), call.result)
-            if nbytes:
-                self.moved[traits.name] += nbytes
-                self.calls[traits.name] += 1
+        elif traits.moves and call.nbytes:
+            self.moved[traits.name] += call.nbytes
+            self.calls[traits.name] += 1
 
 
 class _Mode(CommunicationMode):
@@ -203,22 +205,38 @@ class _Mode(CommunicationMode):
         if any_wraps(types):
             return NotImplemented
         kwargs = kwargs or {}
-        counter = self._counter
-        traits = self.traits_of(func)
+        counter, traits = self._counter, self.traits_of(func)
         if not counter._counts:
             result = func(*args, **kwargs)
-        elif traits.collective or traits.operator is not None:
-            self._depth += traits.operator is not None
-            try:
-                result = super().__torch_dispatch__(func, types, args, kwargs)
-            finally:
-                self._depth -= traits.operator is not None
         else:
-            result = func(*args, **kwargs)
+            result = self._counted(func, traits, args, kwargs)
         if traits.plain:
             counter.hold(func, args, kwargs, result)
-        if counter._counts and not self._depth:
-            counter._count(traits, Call(func, args, kwargs, result, 0, 0))
         for tensor in tensors_of(result):
             counter.see(tensor)
+        return result
+
+    def _counted(self, func: Any, traits: OperatorTraits, args: Any, kwargs: Any) -> Any:
+        counter, clock, kernel = self._counter, self._counter._clock, traits.operator
+        if clock is not None:
+            clock.before(traits, args)
+        sent = self.communications(func, args, kwargs) if traits.collective else []
+        counter.communications += sent
+        if kernel is None:
+            result = func(*args, **kwargs)
+        elif clock is not None:  # which needs what the kernel runs
+            result = self._inside(kernel, args)
+            if traits.formula is not None:
+                return result
+        else:
+            self._depth += 1
+            try:
+                result = self._inside(kernel, args)
+            finally:
+                self._depth -= 1
+        if not self._depth:
+            call = Call.of(traits, func, args, kwargs, result)
+            counter._count(traits, call)
+            if clock is not None:
+                clock.after(traits, call, sent)
         return result
