@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Placement:
     stages: tuple[tuple[int, ...], ...]
 
     @classmethod
+    @cache
     def loop(cls, ranks: int, chunks: int = 1) -> Placement:
         """Stage s is on rank s mod p, as in Megatron."""
         return cls(tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks)))
@@ -28,6 +29,7 @@ class Placement:
         return cls.snake(ranks, 2)
 
     @classmethod
+    @cache
     def snake(cls, ranks: int, chunks: int) -> Placement:
         """Down and up in turn: stage s is on rank s mod p, in odd chunks counted from the end.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from mindspeed.errors import MindSpeedError
@@ -361,13 +362,27 @@ def _fewest(
     """
     for count in range(1, MOST_BATCHES + 1):
         for ranks, small in _candidates(shape.ranks, first, last):
-            try:
-                row = row_of(_request(shape, ranks), ranks, shape.chunks, count, small)
-            except MindSpeedError:  # the schedule needs more micro-batches
-                continue
-            if wanted <= seen(row):
+            shown = _shown(seen, _request(shape, ranks), ranks, shape.chunks, count, small)
+            if shown is not None and wanted <= shown:
                 return ranks, small, count
     return None
+
+
+@lru_cache(maxsize=4096)
+def _shown(
+    seen: Callable[[Row], set[Any]], request: ScheduleRequest, *size: int
+) -> set[Any] | None:
+    """What a row of a small pipeline has; None: the schedule needs more micro-batches.
+
+    Args:
+        seen: what a row has.
+        request: the schedule.
+        size: ranks, chunks, micro-batches, rank.
+    """
+    try:
+        return seen(row_of(request, *size))
+    except MindSpeedError:
+        return None
 
 
 def _request(shape: Shape, ranks: int) -> ScheduleRequest:

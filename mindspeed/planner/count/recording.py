@@ -70,9 +70,13 @@ def row_of(request: ScheduleRequest, ranks: int, chunks: int, count: int, rank: 
     return _rows(request, ranks, chunks, count)[rank]
 
 
+planned_step = lru_cache(maxsize=16)(build_plan)
+"""The plan of a step, built and checked once; large ones take megabytes, so few are kept."""
+
+
 @lru_cache(maxsize=256)
 def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tuple[Row, ...]:
-    plan = build_plan(request, ranks, chunks, count)
+    plan = planned_step(request, ranks, chunks, count)
     return tuple(
         tuple(
             Place(a.op, plan.placement.chunk(a.stage), a.microbatch)

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed.pipeline.schedule.costs import Costs
-from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.planner.count.recording import planned_step
 
 if TYPE_CHECKING:
     from mindspeed.planner.compose.rank import RankTrace
@@ -91,7 +91,7 @@ def _times(
         step = traces[0].step
         ends = [*accumulate(step.seconds[place[:2]] for place in step.row)]
         return [list(zip([0.0, *ends], ends, strict=False))]
-    plan = build_plan(shape.request, shape.ranks, shape.chunks, shape.micro_batches)
+    plan = planned_step(shape.request, shape.ranks, shape.chunks, shape.micro_batches)
     return [
         [(start, end) for action, start, end in row if action.microbatch is not None]
         for row in simulate(plan, costs).timeline

@@ -10,8 +10,8 @@ from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.pairs import pair_seconds
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import Simulation, simulate
+from mindspeed.planner.count.recording import planned_step
 from mindspeed.planner.shape import Shape
 
 Actions = Mapping[tuple[str, int], float]
@@ -100,11 +100,11 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
     enough = 2 * ranks + 2 * group
     long = 2 * ranks * chunks * count > MOST_ACTIONS and count > enough + group
     if not long or request.sizes is not None or request.plan is not None:
-        plan = build_plan(request, ranks, chunks, count)
+        plan = planned_step(request, ranks, chunks, count)
         whole = simulate(plan, costs)
         return StepPlan(plan, whole.makespan, whole.bubble, _actions(plan), *_edges(whole))
     short = enough + (count - enough) % group
-    plans = [build_plan(request, ranks, chunks, n) for n in (short, short + group)]
+    plans = [planned_step(request, ranks, chunks, n) for n in (short, short + group)]
     first, second = (simulate(plan, costs) for plan in plans)
     steps = (count - short) / group
     seconds = first.makespan + steps * (second.makespan - first.makespan)
