@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from mindspeed.attention import kernels
-from mindspeed.attention.communication import Exchange, ExchangeGenerator
+from mindspeed.attention.communication import Exchange, ExchangeGenerator, PackedKVShape, pack
 from mindspeed.attention.compiled_plan import CompiledPlan, Direction, RankExchange
 from mindspeed.attention.merge import KVGradients, PartialOutputs, QueryGradients, with_sink
-from mindspeed.attention.packing import PackedKVShape, pack
 from mindspeed.attention.plan import OWN, Plan, saved_buffer
 from mindspeed.attention.plan_compiler import RECEIVED_QUERIES, compile_plan
 

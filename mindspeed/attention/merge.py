@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed.attention import kernels
-from mindspeed.attention.compiled_plan import ZEROS, RankExchange, RankStage
-from mindspeed.attention.packing import PackedKVShape, unpack
+from mindspeed.attention.communication import PackedKVShape, unpack
+from mindspeed.attention.compiled_plan import ZEROS, RankExchange, RankStage, RowIndex
 from mindspeed.attention.plan import OWN
-from mindspeed.attention.row_index import RowIndex
 from mindspeed.ops.npu_ring_attention_update import LANES, RING_ATTENTION_UPDATE
 
 OutputAndLse = tuple[torch.Tensor, torch.Tensor]

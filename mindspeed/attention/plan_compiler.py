@@ -17,6 +17,7 @@ from mindspeed.attention.compiled_plan import (
     Direction,
     RankExchange,
     RankStage,
+    RowIndex,
     VarlenCall,
 )
 from mindspeed.attention.mask import Region
@@ -30,7 +31,6 @@ from mindspeed.attention.plan import (
     saved_buffer,
     sent_by,
 )
-from mindspeed.attention.row_index import RowIndex
 from mindspeed.attention.sequence_sharding import PositionIndex, length
 from mindspeed.attention.varlen_batches import varlen_batches
 

@@ -276,7 +276,7 @@ def _evaluate(
     args: argparse.Namespace, tasks: Sequence[PreparedTask], generator: TextGenerator
 ) -> None:
     """Evaluate on all ranks and print the table on rank 0. Collective."""
-    from mindspeed.evaluation import evaluate, report
+    from mindspeed.evaluation import evaluate
     from mindspeed.evaluation.model_adapter import ModelAdapter
     from mindspeed.evaluation.run import Replica
 
@@ -302,7 +302,7 @@ def _evaluate(
         seed=args.seed,
     )
     if results is not None:
-        print(report.table(results["tasks"]), flush=True)
+        print(evaluate.table(results["tasks"]), flush=True)
 
 
 def _template(name: str | None, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from mindspeed.adaptor.training_steps import TrainingSteps
 from mindspeed.compare.collectives import CollectiveRecorder, expected_bytes
 from mindspeed.compare.forced import ForcedValues
-from mindspeed.compare.kinds import COLLECTIVES
 from mindspeed.compare.megatron import MegatronHooks
 from mindspeed.compare.megatron_modules import layers_of_rank, named_modules
 from mindspeed.compare.megatron_operators import OperatorHooks
 from mindspeed.compare.megatron_optimizer import learning_rate
+from mindspeed.compare.names import COLLECTIVES
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import BYTES_OF_PIECE, BYTES_OF_SAMPLE, Recorder, write_job
 from mindspeed.errors import ConfigError

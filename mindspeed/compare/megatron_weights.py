@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare import megatron_fsdp as fsdp
 from mindspeed.compare.digest import Place, whole
 from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.megatron_modules import is_fsdp
-from mindspeed.compare.megatron_optimizer import Owned, owned, states
+from mindspeed.compare.megatron_optimizer import Owned, fsdp_places, fsdp_shards, owned, states
 from mindspeed.compare.megatron_places import Columns, RowsOf, parameter_places, rectangles
 from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
 from mindspeed.compare.noise import Noise
@@ -80,7 +79,7 @@ class MegatronWeights:
         for chunk in chunks:
             if id(chunk.module) not in self._places:
                 found = (
-                    fsdp.places_of(chunk.wrapped, chunk.module)
+                    fsdp_places(chunk.wrapped, chunk.module)
                     if chunk.flat
                     else parameter_places(chunk.module)
                 )
@@ -203,7 +202,7 @@ class MegatronWeights:
 def _weights(chunks: list[NamedChunk]) -> Iterator[_Part]:
     for chunk in chunks:
         if chunk.flat:
-            for shard in fsdp.shards_of(chunk.wrapped, chunk.module):
+            for shard in fsdp_shards(chunk.wrapped, chunk.module):
                 yield chunk, shard.path, shard.start, shard.weights
         else:
             for path, parameter in chunk.module.named_parameters():
@@ -215,7 +214,7 @@ def _gradients(chunks: list[NamedChunk]) -> Iterator[_Part]:
     range_of = _own_ranges(chunks)
     for chunk in chunks:
         if chunk.flat:
-            for shard in fsdp.shards_of(chunk.wrapped, chunk.module):
+            for shard in fsdp_shards(chunk.wrapped, chunk.module):
                 if shard.gradient is not None:
                     yield chunk, shard.path, shard.start, shard.gradient
         else:
@@ -230,7 +229,7 @@ def _owned(chunks: list[NamedChunk], optimizer: Any) -> Iterator[tuple[NamedChun
     """What an optimizer holds on this rank, with the path of its parameter."""
     if any(chunk.flat for chunk in chunks):
         for chunk in chunks:
-            for shard in fsdp.shards_of(chunk.wrapped, chunk.module):
+            for shard in fsdp_shards(chunk.wrapped, chunk.module):
                 yield chunk, shard.path, states(optimizer, shard.main, shard.start)
         return
     named = {

@@ -1,4 +1,4 @@
-"""Names of tensors that do not depend on the layout: step, micro-batch, pass, module, what.
+"""Names of recorded tensors: step, micro-batch, pass, module, what; the same in every layout.
 
     0/3/forward/decoder.layers.17.mlp.linear_fc1/output
 
@@ -10,6 +10,21 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
+
+DEFAULT = (
+    "inputs",
+    "activations",
+    "output-gradients",
+    "weights",
+    "weight-gradients",
+    "main-weights",
+    "optimizer",
+    "loss",
+    "rng",
+)
+COLLECTIVES = "collectives"
+WHAT = (*DEFAULT, COLLECTIVES)
+
 
 PASSES = ("begin", "forward", "backward", "end")
 NO_MICRO_BATCH = -1

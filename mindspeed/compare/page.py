@@ -13,7 +13,7 @@ from mindspeed.compare.digest import sample_of
 from mindspeed.compare.names import layer_of
 from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recording
-from mindspeed.compare.row import Row
+from mindspeed.compare.verdicts import Row
 from mindspeed.compare.walk import Result
 
 _ARGUMENTS = 12

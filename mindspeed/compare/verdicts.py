@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mindspeed.compare.names import Name
-from mindspeed.compare.recording import Recording
-from mindspeed.compare.rounding import squared_distances
+from mindspeed.compare.recording import Recorded, Recording
+from mindspeed.compare.rounding import Difference, squared_distances
 from mindspeed.compare.routing import moved
-from mindspeed.compare.row import Row
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compared tensor.
+
+    Attributes:
+        a: Of the run that is trusted.
+        b: Of the other one.
+        difference: Of the two.
+    """
+
+    a: Recorded
+    b: Recorded
+    difference: Difference
+
+    @property
+    def name(self) -> Name:
+        """The name in A."""
+        return self.a.name
+
 
 _OF_OPTIMIZER = {
     "learning_rate": "the learning rate: its schedule, or the step that the runs are at",

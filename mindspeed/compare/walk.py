@@ -23,7 +23,7 @@ from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recorded, Recording
 from mindspeed.compare.rounding import Difference, NoiseLevels, difference, exactly
 from mindspeed.compare.routing import GAPS, Moved, close, moved
-from mindspeed.compare.row import Row
+from mindspeed.compare.verdicts import Row
 from mindspeed.errors import DataError
 
 

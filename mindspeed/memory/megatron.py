@@ -27,9 +27,9 @@ from mindspeed import device as devices
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.between import BetweenCalls
+from mindspeed.memory.layer_rules import ChunkLayers
 from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER, ChunkPlan, SiteAction
-from mindspeed.memory.presets import ChunkLayers
 from mindspeed.memory.runtime import Runtime
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Literal, Protocol
 
-from mindspeed.moe import bounded_costs, parted_costs
 from mindspeed.moe import costs as formulas
+from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.costs import Message, StageCosts
 from mindspeed.moe.deepspeed.gate import Capacity
@@ -191,7 +191,7 @@ def _costs(
     costs = price(sizes, load, anchored=anchored, packed=entry.packed)
     if request.bound is not None:
         bound = request.bound.rows(sizes.tokens, sizes.topk, sizes.ep, sizes.local)
-        return bounded_costs.bounded(costs, sizes, load, bound, entry.carrier), {}
+        return parted_costs.bounded(costs, sizes, load, bound, entry.carrier), {}
     return formulas.in_eight_bits(costs, sizes, request.fp8) if request.fp8 else costs, {}
 
 

@@ -38,11 +38,12 @@ from mindspeed.training.flag_types import (
     in_range,
     show,
 )
-from mindspeed.training.legacy_flags import ALIASES, IGNORED
 from mindspeed.training.megatron_flags import (
+    ALIASES,
     CHOICES,
     DEFAULT,
     DERIVED,
+    IGNORED,
     MEGATRON_RANGES,
     OLD_SWITCHES,
     READ_BY_THE_TRAINER,

@@ -29,7 +29,7 @@ from mindspeed.training.arguments import TrainerParser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.flag_types import show
-from mindspeed.training.legacy_flags import without_effect
+from mindspeed.training.megatron_flags import without_effect
 from mindspeed.training.pipeline_figures import check_interleaved
 from mindspeed.training.raw_data import use_raw_data
 from mindspeed.training.recipe import dump, flag_words, parse_with_recipe

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.attention import Mask, planners, zigzag
-from mindspeed.attention.compiled_plan import RankExchange, RankStage, VarlenCall
+from mindspeed.attention.compiled_plan import RankExchange, RankStage, RowIndex, VarlenCall
 from mindspeed.attention.plan import OWN
 from mindspeed.attention.plan_compiler import (
     RECEIVED_QUERIES,
     _mark_first_calls,
     compile_plan,
 )
-from mindspeed.attention.row_index import RowIndex
 from mindspeed.attention.varlen_batches import VarlenBatch
 
 NO_ROWS = RowIndex([])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation import evaluate, prepared_tasks, report, run, samples
+from mindspeed.evaluation import evaluate, prepared_tasks, run, samples
 from mindspeed.evaluation.prompts import TaskOptions
 from mindspeed.evaluation.task import task
 from tests.support.fabricated import WRITERS, KnowsAnswers
@@ -200,7 +200,7 @@ def test_statistics_are_those_of_a_mean():
     hits = [True, True, False, True]
     outcomes = [outcome("law", i, hit) for i, hit in enumerate(hits)]
     outcomes += [outcome("physician", 0, False), outcome("new", 0, None)]
-    result = report.summary(task("ceval"), outcomes)
+    result = evaluate.summary(task("ceval"), outcomes)
     assert (result["questions"], result["unscored"], result["score"]) == (5, 1, 0.6)
     deviation = math.sqrt((3 * 0.4**2 + 2 * 0.6**2) / 4)
     assert result["stderr"] == pytest.approx(deviation / math.sqrt(5))
@@ -216,8 +216,8 @@ def test_pass_at_ten_is_the_mean_over_problems():
         for problem, right in enumerate((1, 3))
         for number in range(12)
     ]
-    result = report.summary(task("human_eval"), outcomes)
-    both = [report.pass_at_k(12, right, 10) for right in (1, 3)]
+    result = evaluate.summary(task("human_eval"), outcomes)
+    both = [evaluate.pass_at_k(12, right, 10) for right in (1, 3)]
     assert result["pass@10"] == pytest.approx(sum(both) / 2) and result["score"] == pytest.approx(
         (1 / 12 + 3 / 12) / 2
     )
@@ -225,7 +225,9 @@ def test_pass_at_ten_is_the_mean_over_problems():
     assert (
         f"pass@10  {'':11}{100 * result['pass@10']:.2f}".split()
         == next(
-            line for line in report.table({"human_eval": result}).splitlines() if "pass@10" in line
+            line
+            for line in evaluate.table({"human_eval": result}).splitlines()
+            if "pass@10" in line
         ).split()
     )
 
@@ -238,12 +240,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_hit(n, c, k):
 
     subsets = list(combinations([True] * c + [False] * (n - c), k))
     expected = sum(any(subset) for subset in subsets) / len(subsets)
-    assert report.pass_at_k(n, c, k) == pytest.approx(expected)
+    assert evaluate.pass_at_k(n, c, k) == pytest.approx(expected)
 
 
 def test_the_table_has_groups_and_subjects_below_their_task():
     outcomes = [outcome("law", 0, True), outcome("logic", 0, False), outcome("mystery", 0, True)]
-    text = report.table({"ceval": report.summary(task("ceval"), outcomes)})
+    text = evaluate.table({"ceval": evaluate.summary(task("ceval"), outcomes)})
     names = [line.split("  ")[0] or line.strip().split("  ")[0] for line in text.splitlines()]
     assert names[2:] == ["ceval (accuracy)", "humanities", "law", "logic", "ungrouped", "mystery"]
     assert "66.67" in text.splitlines()[2]

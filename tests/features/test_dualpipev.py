@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.pipeline.placed_stages import corrects
+from mindspeed.features.pipeline.dualpipev import corrects
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.layout import even_layout
 from mindspeed.pipeline.placed_stages import layout_of

@@ -7,8 +7,8 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.memory.host_pool import HostLimit
+from mindspeed.memory.layer_rules import ChunkLayers, swap_plan
 from mindspeed.memory.plan import LAYER, SiteAction
-from mindspeed.memory.presets import ChunkLayers, swap_plan
 
 SIZES = {
     "num_layers": 8,

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
 from mindspeed.journal import Journal
-from mindspeed.memory.layer_rules import largest, plan_for, rules_of
+from mindspeed.memory.layer_rules import ChunkLayers, largest, plan_for, rules_of
 from mindspeed.memory.plan import ChunkPlan, SiteAction
-from mindspeed.memory.presets import ChunkLayers
 from tests.support.lazy import needs
 
 SITES = st.sampled_from(["layer", "mlp", "self_attention", "mlp.activation"])

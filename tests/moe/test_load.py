@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from mindspeed.moe.load.figures import entropy, figures
+from mindspeed.moe.load.megatron import entropy, figures
 from tests.moe.load_job import train
 from tests.support.trainer_job import SETUP, metrics
 from tests.training.test_layouts import MOE

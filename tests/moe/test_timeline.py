@@ -14,14 +14,13 @@ from mindspeed.instruments.clock import Link
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE
-from mindspeed.moe.bounded_costs import bounded
 from mindspeed.moe.comparison import SHARED_OVERLAP
 from mindspeed.moe.costs import packed_row
 from mindspeed.moe.deepspeed.gate import Capacity
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.hot_experts import choose
-from mindspeed.moe.parted_costs import Attention
+from mindspeed.moe.parted_costs import Attention, bounded
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1

@@ -282,7 +282,7 @@ def test_policies_of_recomputation_are_megatrons(results):
 
 
 def test_flags_without_effect_are_reported_with_reasons():
-    from mindspeed.training.legacy_flags import IGNORED, WHY, without_effect
+    from mindspeed.training.megatron_flags import IGNORED, WHY, without_effect
 
     assert set(WHY) == set(IGNORED)
     given = ["--no-position-embedding", "--DDP-impl", "--data-impl", "--DDP-impl", "ZeRO stage 9"]

@@ -10,9 +10,9 @@ from mindspeed.features.feature import Megatron, Problem
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.memory.layer_rules import ChunkLayers
     from mindspeed.memory.offload import Offload
     from mindspeed.memory.plan import ChunkPlan
-    from mindspeed.memory.presets import ChunkLayers
 
 _BOTH = "both decide what becomes of the same activations"
 EXCLUDES = {
@@ -100,8 +100,8 @@ def attach_recomputed_outputs(
     per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
 
     def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
+        from mindspeed.memory.layer_rules import plan_of
         from mindspeed.memory.plan import SiteAction
-        from mindspeed.memory.presets import plan_of
 
         first = layers.first(number, after=after, of_rank=per_rank)
         return plan_of(first, lambda layer: chosen(sites[layer]), SiteAction.RECOMPUTE_OUTPUT)

@@ -31,8 +31,8 @@ from mindspeed.flags import flag
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
     from mindspeed.journal import Journal
+    from mindspeed.memory.layer_rules import ChunkLayers
     from mindspeed.memory.plan import ChunkPlan
-    from mindspeed.memory.presets import ChunkLayers
 
 _FLAG = "--optimize-recomp-communication-level"
 _GRANULARITY = "--recompute-granularity"
@@ -114,8 +114,8 @@ class RecomputeCommunication(
         programs = weakref.WeakSet[Any]()
 
         def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
+            from mindspeed.memory.layer_rules import plan_of, regions_of
             from mindspeed.memory.plan import SiteAction
-            from mindspeed.memory.presets import plan_of, regions_of
 
             if not full:
                 found = tuple(path for path in sites if _kind(sites[path]) in kinds)

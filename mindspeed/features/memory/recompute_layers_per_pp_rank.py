@@ -3,7 +3,7 @@
 Megatron's ``--recompute-method block`` recomputes the first N layers of every model chunk. With
 virtual pipeline stages a rank has several chunks, so N can only grow by as many layers at once.
 With this flag N counts over all chunks of the pipeline rank, shared evenly among them
-(:mod:`mindspeed.memory.presets`).
+(:mod:`mindspeed.memory.layer_rules`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class RecomputeLayersPerRank(
         number = megatron.get("recompute_num_layers") or 0
 
         def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
+            from mindspeed.memory.layer_rules import plan_of
             from mindspeed.memory.plan import LAYER, SiteAction
-            from mindspeed.memory.presets import plan_of
 
             chosen = layers.first(number, of_rank=True)
             return plan_of(chosen, lambda layer: (LAYER,), SiteAction.RECOMPUTE)

@@ -16,8 +16,8 @@ from mindspeed.pipeline.placed_stages import layers_of_stages
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.memory.layer_rules import ChunkLayers
     from mindspeed.memory.plan import ChunkPlan
-    from mindspeed.memory.presets import ChunkLayers
 
 When = Literal["bubble", "advance"]
 
@@ -113,8 +113,8 @@ def drop_layers(
     """
 
     def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
+        from mindspeed.memory.layer_rules import plan_of
         from mindspeed.memory.plan import LAYER, SiteAction
-        from mindspeed.memory.presets import plan_of
 
         chosen = layers.first(number, of_rank=per_rank)
         return plan_of(chosen, lambda layer: (LAYER,), SiteAction.RECOMPUTE)

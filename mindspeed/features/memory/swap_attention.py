@@ -22,8 +22,8 @@ from mindspeed.ranges import MAX_COUNT, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.memory.layer_rules import ChunkLayers
     from mindspeed.memory.plan import ChunkPlan
-    from mindspeed.memory.presets import ChunkLayers
 
 MODULES = ("input_norm", "self_attention", "post_attention_norm")
 SITES = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layernorm"}
@@ -144,7 +144,7 @@ class SwapAttention(
         offload = Offload(min_bytes=self.swap_min_bytes, check=limit.check)
 
         def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
-            from mindspeed.memory.presets import swap_plan
+            from mindspeed.memory.layer_rules import swap_plan
 
             chosen = [SITES.get(module, module) for module in self.swap_modules]
             known = {site for of_layer in sites.values() for site in of_layer}

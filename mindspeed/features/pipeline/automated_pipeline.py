@@ -211,8 +211,8 @@ class AutomatedPipeline(
 
         def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
             from mindspeed.adaptor.pipeline_profile import SITES, pipeline_rank
+            from mindspeed.memory.layer_rules import plan_of
             from mindspeed.memory.plan import SiteAction
-            from mindspeed.memory.presets import plan_of
             from mindspeed.pipeline.automated.profile import MODULES
 
             nonlocal left

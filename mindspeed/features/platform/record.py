@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed.compare.kinds import DEFAULT, WHAT
+from mindspeed.compare.names import DEFAULT, WHAT
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag

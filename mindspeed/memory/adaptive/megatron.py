@@ -44,7 +44,6 @@ from mindspeed.memory.estimate import (
     name_of,
     plans_for,
 )
-from mindspeed.memory.in_flight import most_held
 from mindspeed.memory.megatron import (
     install,
     layers_of,
@@ -53,7 +52,7 @@ from mindspeed.memory.megatron import (
     stage_groups,
     wrap,
 )
-from mindspeed.memory.megatron_in_flight import held_by_stage
+from mindspeed.memory.megatron_in_flight import held_by_stage, most_held
 from mindspeed.memory.plan import ChunkPlan, LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.solver import (

@@ -64,7 +64,7 @@ def test_a_store_that_does_not_answer_is_done_without(alone, monkeypatch):
     def gone():
         raise dist.DistStoreError("nobody")
 
-    monkeypatch.setattr("mindspeed.pipeline.schedule.shared_search.store_of_ranks", gone)
+    monkeypatch.setattr("mindspeed.pipeline.schedule.auto.store_of_ranks", gone)
     assert search_ranks.searched(2.0)[:2] == (1, alone)
 
 
