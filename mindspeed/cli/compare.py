@@ -26,7 +26,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
 
 if TYPE_CHECKING:
-    from mindspeed.compare.row import Row
+    from mindspeed.compare.verdicts import Row
     from mindspeed.compare.walk import Result
 
 HELP = "find the first tensor in which two recorded trainings differ"
