@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mindspeed.adaptor import fused_functions
-from mindspeed.adaptor.arguments import argument_patches
-from mindspeed.adaptor.config_options import config_patches
+from mindspeed.adaptor.arguments import argument_patches, config_patches
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import all_repairs

@@ -32,8 +32,8 @@ from mindspeed.lora.config import (
     short_name,
     targeted,
 )
+from mindspeed.lora.drawing import draw
 from mindspeed.lora.experts import give_expert_adapters
-from mindspeed.lora.initial import draw
 from mindspeed.lora.layers import linear_layers, order_of, parts_of
 from mindspeed.lora.linear import AdaptedLinear, AdapterOptions, give_adapter
 from mindspeed.lora.megatron_embedding import give_embedding_adapter, share_adapter

@@ -3,8 +3,7 @@
 :mod:`~mindspeed.memory.plan` says what happens at each site of each layer,
 :mod:`~mindspeed.memory.runtime` executes it on top of autograd's saved-tensor hooks,
 :mod:`~mindspeed.memory.figures` counts it. :mod:`~mindspeed.memory.solver` chooses the fastest plan
-within a budget, for the micro-batches that are in flight at once
-(:mod:`~mindspeed.memory.megatron_in_flight`).
+within a budget, for layers that :mod:`~mindspeed.memory.in_flight` micro-batches hold at once.
 
 :mod:`~mindspeed.memory.fragmentation` is about the allocator that all tensors come from.
 """

@@ -2,8 +2,8 @@
 
 Every layer has candidate plans: bytes ``A`` kept until its backward, seconds ``T`` added to a
 micro-batch, bytes ``W`` that its backward needs beyond what is held when it begins, host bytes
-``H``. A layer is held for ``k`` micro-batches at once (:mod:`mindspeed.memory.megatron_in_flight`).
-When a layer is in backward, later layers of its micro-batch are done, and what they kept is free:
+``H``. A layer is held for ``k`` micro-batches at once (:mod:`mindspeed.memory.in_flight`). When a
+layer is in backward, later layers of its micro-batch are done, and what they kept is free:
 
     minimise    sum T + max(0, seconds_per_host_byte * sum H - hidden_seconds)
     such that   static + (k - 1) sum A + (A_1 + ... + A_i) + W_i <= budget      for every layer i

@@ -22,8 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mindspeed import device, plugins, te
-from mindspeed.adaptor.arguments import argument_patches, shown_as
-from mindspeed.adaptor.config_options import config_patches
+from mindspeed.adaptor.arguments import argument_patches, config_patches, shown_as
 from mindspeed.adaptor.importing import (
     PostImportHooks,
     model_parallel_is_initialized,

@@ -11,7 +11,7 @@ from tests.support.lazy import needs
 needs("megatron.core")
 
 from mindspeed.lora import LoraConfig
-from mindspeed.lora.initial import draw
+from mindspeed.lora.drawing import draw
 from mindspeed.lora.linear import AdapterOptions, TPShard, give_adapter
 from mindspeed.te.linear import Linear
 

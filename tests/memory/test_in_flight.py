@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from mindspeed.memory.megatron_in_flight import held_at_once, most_held
+from mindspeed.memory.in_flight import held_at_once, most_held
 from tests.memory.in_flight_ranks import counted_and_run
 
 # stages, chunks, micro-batches, micro-batches of a chunk in a row

@@ -44,6 +44,7 @@ from mindspeed.memory.estimate import (
     name_of,
     plans_for,
 )
+from mindspeed.memory.in_flight import most_held
 from mindspeed.memory.megatron import (
     install,
     layers_of,
@@ -52,7 +53,7 @@ from mindspeed.memory.megatron import (
     stage_groups,
     wrap,
 )
-from mindspeed.memory.megatron_in_flight import held_by_stage, most_held
+from mindspeed.memory.megatron_in_flight import held_by_stage
 from mindspeed.memory.plan import ChunkPlan, LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.solver import (
