@@ -70,6 +70,40 @@ _OF_MODEL = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("action", choices=["plan"], help="plan: price and draw the programs of a layer")
+    _layer_arguments(parser)
+    _machine_arguments(parser)
+    add(
+        "--programs",
+        default="all",
+        metavar="NAMES",
+        help=f"all, or some of {', '.join(ENTRIES)}, separated by commas",
+    )
+    add(
+        "--routing",
+        type=Path,
+        metavar="DIR",
+        help="price the routing that --moe-record-routing has recorded, and place experts",
+    )
+    add(
+        "--placement",
+        type=Path,
+        metavar="FILE",
+        help="with --routing: write the placement, for --moe-expert-placement",
+    )
+    add(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="of mindspeed calibrate --experts: show its times beside the modelled ones",
+    )
+    add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
+    add("--text", action="store_true", help="draw the timelines in the terminal")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes of the layer and of its micro-batch."""
+    add = parser.add_argument
     add("--model", metavar="NAME", help="take the sizes of a model: mindspeed models lists them")
     size, experts = whole(1, MAX_SIZE), whole(1, MAX_EXPERTS)
     add("--hidden-size", type=size, metavar="H")
@@ -104,11 +138,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="room of an expert in mean loads, for the program padded",
     )
+    add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="of tokens")
+
+
+def _machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Ranks that share the layer, and how fast they compute and communicate."""
+    add = parser.add_argument
     group = whole(1, MAX_GROUP)
     add("--tp", type=group, default=1, metavar="P", help="tensor-parallel size")
     add("--ep", type=group, default=8, metavar="P", help="expert-parallel size")
     add("--etp", type=group, metavar="P", help="expert tensor-parallel size (default: --tp)")
-    add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="of tokens")
     rate, latency = number(ABOVE_ZERO), number(NOT_NEGATIVE)
     for flag, kind, default, unit, what in (
         ("--tflops", rate, 300.0, "T", "TFLOP/s"),
@@ -120,33 +159,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add(flag, type=kind, default=default, metavar=unit, help=what)
     add("--node-size", type=group, default=8, metavar="N", help="ranks of a node")
-    add(
-        "--programs",
-        default="all",
-        metavar="NAMES",
-        help=f"all, or some of {', '.join(ENTRIES)}, separated by commas",
-    )
-    add(
-        "--routing",
-        type=Path,
-        metavar="DIR",
-        help="price the routing that --moe-record-routing has recorded, and place experts",
-    )
-    add(
-        "--placement",
-        type=Path,
-        metavar="FILE",
-        help="with --routing: write the placement, for --moe-expert-placement",
-    )
-    add(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        help="of mindspeed calibrate --experts: show its times beside the modelled ones",
-    )
-    add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
-    add("--text", action="store_true", help="draw the timelines in the terminal")
-    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -89,6 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="of trace: what a training with --pipeline-trace DIR wrote",
     )
+    _add_plan_arguments(parser)
+    plan_only = {action.dest: action for action in parser._actions if action.option_strings}
+    _add_search_arguments(parser)
+    both = {action.dest: action for action in parser._actions if action.option_strings}
+    search_only = {name: action for name, action in both.items() if name not in plan_only}
+    shown = {name: plan_only.pop(name) for name in ("plot", "trace", "text", "json")}
+    parser.set_defaults(of_action={"plan": plan_only, "search": search_only}, drawing=shown)
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The pipeline and its schedules, and how they are shown."""
+    add = parser.add_argument
     add("--pp", type=whole(2, MAX_PIPELINE), metavar="P", help="pipeline ranks")
     add(
         "--vpp", type=whole(1, MAX_CHUNKS), default=1, metavar="V", help="model chunks of each rank"
@@ -127,12 +139,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", action="store_true", help="draw the timelines in the terminal")
     add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
     add("--json", action="store_true", help="print JSON, with the figures of every rank")
-    plan_only = {action.dest: action for action in parser._actions if action.option_strings}
-    _add_search_arguments(parser)
-    both = {action.dest: action for action in parser._actions if action.option_strings}
-    search_only = {name: action for name, action in both.items() if name not in plan_only}
-    shown = {name: plan_only.pop(name) for name in ("plot", "trace", "text", "json")}
-    parser.set_defaults(of_action={"plan": plan_only, "search": search_only}, drawing=shown)
 
 
 def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:

@@ -161,6 +161,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,..",
         help="with a model: pretrain, finetune, lora (default: all)",
     )
+    _search_arguments(parser)
+    add("--launch", metavar="WORDS", help="of torchrun, for the commands that are printed")
+    add("--cache", type=Path, metavar="DIR", help="of counts, for later searches")
+    add("--out", type=Path, metavar="DIR", help="write the plan, flags and recipes here")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write one page with all layouts, what uses memory and time, and what-if questions",
+    )
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw memory by rank, and the front of time and memory: .png, .svg or .pdf",
+    )
+
+
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which layouts are tried, and how."""
+    add = parser.add_argument
     add("--top", type=whole(1, 1000), metavar="N", help="candidates (default: 5)")
     add(
         "--fix",
@@ -181,21 +202,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("mixed", "black"),
         help="then start candidates here, a few steps each: mixed until the fastest is sure, black "
         "all of them",
-    )
-    add("--launch", metavar="WORDS", help="of torchrun, for the commands that are printed")
-    add("--cache", type=Path, metavar="DIR", help="of counts, for later searches")
-    add("--out", type=Path, metavar="DIR", help="write the plan, flags and recipes here")
-    add(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write one page with all layouts, what uses memory and time, and what-if questions",
-    )
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw memory by rank, and the front of time and memory: .png, .svg or .pdf",
     )
 
 

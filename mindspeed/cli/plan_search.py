@@ -53,21 +53,7 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         own: flags of the command.
         flags: of the job.
     """
-    if own.cluster is None:
-        raise ConfigError(
-            "--cluster is missing: a preset (generic, a100, h100, ...) or FILE.json; "
-            "--check needs none"
-        )
-    if own.measure and len(own.devices or ()) > 1:
-        raise ConfigError("--measure starts what is planned for one number of --devices")
-    if own.measure and own.devices:
-        plan_run.install_adaptor()
-
-        check_devices(own.devices[0])
-    if own.measure:
-        from mindspeed.planner.cluster import one_kind
-
-        one_kind(own.cluster, "--measure")
+    _check_search(own)
     if own.out is not None:
         make_dirs(own.out)
     plans: list[SearchResult] = []
@@ -81,6 +67,45 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
     if not own.json:
         for plan, launch in zip(plans, launches, strict=True):
             print_plan(plan, flags, launch)
+    _write_files(own, flags, plans, launches)
+    interrupted = plans[-1].interrupted
+    if own.measure and plans[0].candidates and not interrupted:
+        with interruptible() as stop:
+            measured = measure_plan(own, flags, plans[0])
+        interrupted = measured.interrupted
+    if own.json:
+        print(json.dumps(_data(plans, measured, len(own.devices or ()) > 1), indent=2))
+    if interrupted:
+        return stop.status
+    return 0 if all(plan.candidates for plan in plans) else NOTHING_FITS
+
+
+def _check_search(own: argparse.Namespace) -> None:
+    if own.cluster is None:
+        raise ConfigError(
+            "--cluster is missing: a preset (generic, a100, h100, ...) or FILE.json; "
+            "--check needs none"
+        )
+    if not own.measure:
+        return
+    if len(own.devices or ()) > 1:
+        raise ConfigError("--measure starts what is planned for one number of --devices")
+    if own.devices:
+        plan_run.install_adaptor()
+
+        check_devices(own.devices[0])
+    from mindspeed.planner.cluster import one_kind
+
+    one_kind(own.cluster, "--measure")
+
+
+def _write_files(
+    own: argparse.Namespace,
+    flags: Sequence[str],
+    plans: Sequence[SearchResult],
+    launches: Sequence[str | None],
+) -> None:
+    """Write the files that were asked for."""
     if own.out is not None:
         write_plans(plans, own.out, flags, launches)
     if own.html is not None:
@@ -94,16 +119,6 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         from mindspeed.cli.plan_output import draw_plans
 
         draw_plans(plans, own.plot)
-    interrupted = plans[-1].interrupted
-    if own.measure and plans[0].candidates and not interrupted:
-        with interruptible() as stop:
-            measured = measure_plan(own, flags, plans[0])
-        interrupted = measured.interrupted
-    if own.json:
-        print(json.dumps(_data(plans, measured, len(own.devices or ()) > 1), indent=2))
-    if interrupted:
-        return stop.status
-    return 0 if all(plan.candidates for plan in plans) else NOTHING_FITS
 
 
 def _data(plans: Sequence[SearchResult], measured: Measurements | None, several: bool) -> Any:
@@ -164,20 +179,7 @@ def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None
         f"{plan.wall_seconds:,.0f} s, {plan.measured} signatures measured"
     )
     if plan.candidates:
-        unit = bytes_unit([max(one.peak_bytes for one in plan.candidates)])
-        print_whole(_candidates(plan, unit))
-        if plan.ties > 1:
-            line(
-                f"=: {plan.ties} are within {100 * plan.tolerance:g} % of the fastest, a tie for "
-                "this model; less memory comes first"
-            )
-        if plan.interval is not None:
-            line(plan.interval.sentence)
-        if plan.assumed:
-            line(f"assumed: {plan.assumed}")
-        print_whole(_front(plan, unit))
-        if any(one.estimated for one in (*plan.candidates, *plan.front)):
-            line("~ estimated within 3 %; the best layout and those near the limit are counted")
+        _print_candidates(plan, line)
     elif plan.closest is not None:
         line(f"nothing fits; closest: {plan.closest.layout}")
         unit = bytes_unit([plan.closest.prediction.peak_bytes])
@@ -197,6 +199,23 @@ def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None
         line(text)
     if plan.candidates:
         line(f"\n{command(flags, plan.best.flags, launch)}")
+
+
+def _print_candidates(plan: SearchResult, line: Callable[[str], None]) -> None:
+    unit = bytes_unit([max(one.peak_bytes for one in plan.candidates)])
+    print_whole(_candidates(plan, unit))
+    if plan.ties > 1:
+        line(
+            f"=: {plan.ties} are within {100 * plan.tolerance:g} % of the fastest, a tie for "
+            "this model; less memory comes first"
+        )
+    if plan.interval is not None:
+        line(plan.interval.sentence)
+    if plan.assumed:
+        line(f"assumed: {plan.assumed}")
+    print_whole(_front(plan, unit))
+    if any(one.estimated for one in (*plan.candidates, *plan.front)):
+        line("~ estimated within 3 %; the best layout and those near the limit are counted")
 
 
 def _candidates(plan: SearchResult, unit: Unit) -> Table:

@@ -42,6 +42,8 @@ from mindspeed.models.weight_source import check_finite
 from mindspeed.parsing import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+Pairs = tuple[FactorPair, ...]
+"""A and B of the parts of a module, in the order of its rows."""
 PREFIX = "base_model.model."
 # What transformers 5 calls the experts of a layer, and its parameters our layers.
 EXPERTS = "mlp.experts"
@@ -68,8 +70,8 @@ class PeftFiles:
 
     folder: Path
     config: LoraConfig
-    pairs: Mapping[str, tuple[FactorPair, ...]]
-    experts: Mapping[tuple[int, str], list[tuple[FactorPair, ...]]]
+    pairs: Mapping[str, Pairs]
+    experts: Mapping[tuple[int, str], list[Pairs]]
     whole: Mapping[str, torch.Tensor]
     magnitudes: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tied: bool = False
@@ -129,27 +131,8 @@ def read(folder: str | Path) -> PeftFiles:
     found = _sorted(_tensors_of(folder), folder)
     if values.get("ensure_weight_tying"):
         _drop_copies(found, folder)
-    pairs: dict[str, tuple[FactorPair, ...]] = {}
-    experts: dict[tuple[int, str], list[tuple[FactorPair, ...]]] = {}
     try:
-        for module, pair in found.halves.items():
-            biased = bool(values.get("lora_bias")) and not FUSED.fullmatch(module)
-            if pair.keys() - {"bias"} != {"A", "B"}:
-                raise CheckpointError(f"{module} has no A and B of rank {values['r']}")
-            if ("bias" in pair) != biased:
-                raise CheckpointError("lora_B.bias and lora_bias belong together")
-            if match := FUSED.fullmatch(module):
-                name = _fused_parameter(match, f"{match[1]}.base_layer" in found.halves, values)
-                experts[int(match[2]), name] = unfused(
-                    f"{match[1]}.{name}", pair["A"], pair["B"], values
-                )
-            else:
-                _check_named(module, values)
-                pairs[module] = divided(module, pair["A"], pair["B"], values, pair.get("bias"))
-        if bool(values.get("use_dora")) != bool(found.magnitudes):
-            raise CheckpointError("lora_magnitude_vector and use_dora belong together")
-        if missing := pairs.keys() ^ found.magnitudes.keys() if found.magnitudes else ():
-            raise CheckpointError(f"{min(missing)} has no lora_magnitude_vector, or nothing else")
+        pairs, experts = _pairs(found, values)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     every = [*pairs.values(), *(blocks for each in experts.values() for blocks in each)]
@@ -195,6 +178,32 @@ class _Sorted:
     halves: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     magnitudes: dict[str, torch.Tensor] = field(default_factory=dict)
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _pairs(
+    found: _Sorted, values: Mapping[str, Any]
+) -> tuple[dict[str, Pairs], dict[tuple[int, str], list[Pairs]]]:
+    """A and B of modules, and of experts by layer and name."""
+    pairs: dict[str, Pairs] = {}
+    experts: dict[tuple[int, str], list[Pairs]] = {}
+    for module, pair in found.halves.items():
+        biased = bool(values.get("lora_bias")) and not FUSED.fullmatch(module)
+        if pair.keys() - {"bias"} != {"A", "B"}:
+            raise CheckpointError(f"{module} has no A and B of rank {values['r']}")
+        if ("bias" in pair) != biased:
+            raise CheckpointError("lora_B.bias and lora_bias belong together")
+        if match := FUSED.fullmatch(module):
+            name = _fused_parameter(match, f"{match[1]}.base_layer" in found.halves, values)
+            where = f"{match[1]}.{name}"
+            experts[int(match[2]), name] = unfused(where, pair["A"], pair["B"], values)
+        else:
+            _check_named(module, values)
+            pairs[module] = divided(module, pair["A"], pair["B"], values, pair.get("bias"))
+    if bool(values.get("use_dora")) != bool(found.magnitudes):
+        raise CheckpointError("lora_magnitude_vector and use_dora belong together")
+    if missing := pairs.keys() ^ found.magnitudes.keys() if found.magnitudes else ():
+        raise CheckpointError(f"{min(missing)} has no lora_magnitude_vector, or nothing else")
+    return pairs, experts
 
 
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -449,7 +458,7 @@ def _placed(files: PeftFiles, shape: Shape) -> tuple[dict[str, Parameter], list[
 def _blocks_of(
     layer: str,
     module: str,
-    blocks: tuple[FactorPair, ...],
+    blocks: Pairs,
     rows: torch.Tensor,
     parts: Mapping[str, int],
     parameter: Parameter,

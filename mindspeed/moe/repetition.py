@@ -9,7 +9,8 @@ layer of routed and of shared experts. :mod:`mindspeed.moe.save` does it in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from mindspeed.moe.costs import BACKWARD, Costs, StageCosts, exchange, expert_work, slice_gather
 from mindspeed.moe.program import Phase, Step
@@ -45,45 +46,62 @@ def repeated(policy: SavePolicy, sizes: Sizes, load: Load, costs: Costs) -> Repe
             backward=costs["shared_fc1"].forward, logged="recompute_shared"
         )
 
-    def action(name: str) -> ChunkStep:
-        return ChunkStep(Step(name), 0, again[name])
+    found = _Repetition(again, refetches)
+    return found.level0 if policy.fc1 else found.level1
 
-    def half(number: int, phase: Phase) -> ChunkStep:
-        return ChunkStep(Step(f"refetch_{number}", phase), 0, refetches[number])
 
-    start = half(0, Phase.START)
-    arrival = [half(0, Phase.FINISH)]
-    for number in range(1, len(refetches)):
-        arrival += [half(number, Phase.START), half(number, Phase.FINISH)]
+@dataclass(frozen=True)
+class _Repetition:
+    """Actions that are put between those of a backward.
 
-    def level0(actions: list[ChunkStep]) -> list[ChunkStep]:
+    Attributes:
+        again: what is computed a second time, by name.
+        refetches: the collectives of a dispatch, one after the other.
+    """
+
+    again: Mapping[str, StageCosts]
+    refetches: Sequence[StageCosts]
+
+    def level0(self, actions: list[ChunkStep]) -> list[ChunkStep]:
         found: list[ChunkStep] = []
         for one in actions:
             if one.step.name == "experts":
-                found += [action("second"), action("activation"), *arrival, action("first")]
+                found += [self._action("second"), self._action("activation")]
+                found += [*self._arrival(), self._action("first")]
                 continue
             found.append(one)
             if one.step == Step("combine", Phase.START):
-                found.append(start)
+                found.append(self._half(0, Phase.START))
         return found
 
-    def level1(actions: list[ChunkStep]) -> list[ChunkStep]:
+    def level1(self, actions: list[ChunkStep]) -> list[ChunkStep]:
         found: list[ChunkStep] = []
         halves = any(one.step.name == "shared_fc1" for one in actions)
+        shared = [self._action("shared_again")] if "shared_again" in self.again else []
         for one in actions:
             if one.step == Step("combine", Phase.START):
-                found += [start, one]
-                found += [action("shared_again")] if halves and "shared_again" in again else []
+                found += [self._half(0, Phase.START), one, *(shared if halves else ())]
                 continue
-            if one.step.name == "shared" and "shared_again" in again:
-                found += [one, action("shared_again")]
+            if one.step.name == "shared":
+                found += [one, *shared]
                 continue
             if one.step == Step("combine", Phase.FINISH):
-                found += [*arrival, action("recompute")]
+                found += [*self._arrival(), self._action("recompute")]
             found.append(one)
         return found
 
-    return level0 if policy.fc1 else level1
+    def _arrival(self) -> list[ChunkStep]:
+        """The end of the first collective, and the others."""
+        found = [self._half(0, Phase.FINISH)]
+        for number in range(1, len(self.refetches)):
+            found += [self._half(number, Phase.START), self._half(number, Phase.FINISH)]
+        return found
+
+    def _action(self, name: str) -> ChunkStep:
+        return ChunkStep(Step(name), 0, self.again[name])
+
+    def _half(self, number: int, phase: Phase) -> ChunkStep:
+        return ChunkStep(Step(f"refetch_{number}", phase), 0, self.refetches[number])
 
 
 def _refetches(sizes: Sizes, load: Load) -> list[StageCosts]:

@@ -84,22 +84,7 @@ def build_parser(*, with_help: bool = False) -> TrainerParser:
         add_help=False,
     )
     help_page.add_help(parser)
-    own = parser.add_argument_group("launching")
-    own.add_argument(
-        "--config",
-        metavar="RECIPE",
-        help="name of a recipe (mindspeed recipes) or file; the command line wins over it",
-    )
-    own.add_argument(
-        "--nproc", type=whole(1), help="processes on this machine (default: TP x PP x CP)"
-    )
-    own.add_argument("--dry-run", action="store_true", help="print what would run, then stop")
-    own.add_argument(
-        "--deepspeed_config",
-        "--deepspeed-config",
-        metavar="FILE.json",
-        help="batch, precision, clipping and ZeRO stage from a file of DeepSpeed's",
-    )
+    _add_launching(parser.add_argument_group("launching"))
     parser.declared.update(action.dest for action in parser._actions)
     for name, options in SECTIONS.items():
         group = parser.add_argument_group(name, inspect.cleandoc(options.__doc__ or ""))
@@ -119,6 +104,23 @@ def build_parser(*, with_help: bool = False) -> TrainerParser:
     registry.add_arguments(parser)
     _add_old_spellings(parser)
     return parser
+
+
+def _add_launching(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--config",
+        metavar="RECIPE",
+        help="name of a recipe (mindspeed recipes) or file; the command line wins over it",
+    )
+    add("--nproc", type=whole(1), help="processes on this machine (default: TP x PP x CP)")
+    add("--dry-run", action="store_true", help="print what would run, then stop")
+    add(
+        "--deepspeed_config",
+        "--deepspeed-config",
+        metavar="FILE.json",
+        help="batch, precision, clipping and ZeRO stage from a file of DeepSpeed's",
+    )
 
 
 def parse(

@@ -135,6 +135,12 @@ def train(
     stopping = Stopping(on_signal=args.exit_signal_handler, minutes=args.exit_duration_in_mins)
     seams = session.install().seams
     judged, reason = False, None
+
+    def evaluated(kind: str, state: TrainState) -> TrainState:
+        means = evaluate(args, model, trainer, held_out[kind])
+        log.report_held_out(kind, state.iteration, means)
+        return state.after_evaluation(schedule.evaluation_steps * batch.whole)
+
     with seams.train.around(), stopping:
         while state.iteration < schedule.iterations and reason is None:
             _ramp_up_batch(state, saver, gathering, log)
@@ -153,9 +159,7 @@ def train(
             interval = schedule.evaluation_interval
             if "validation" in held_out and interval and iteration % interval == 0:
                 with log.not_counted(), gathering.paused():
-                    means = evaluate(args, model, trainer, held_out["validation"])
-                state = state.after_evaluation(schedule.evaluation_steps * batch.whole)
-                log.report_held_out("validation", iteration, means)
+                    state = evaluated("validation", state)
             _collect_garbage(args, iteration)
             reason = stopping.reason() or _exit_interval(args, iteration)
             if saver is not None:
@@ -166,9 +170,7 @@ def train(
     if warning := trainer.skipped.at_end(state.iteration):
         log.message(warning)
     if "test" in held_out and reason is None:
-        means = evaluate(args, model, trainer, held_out["test"])
-        state = state.after_evaluation(schedule.evaluation_steps * batch.whole)
-        log.report_held_out("test", state.iteration, means)
+        state = evaluated("test", state)
     if saver is not None:
         saver.finish(state)
     if reason:

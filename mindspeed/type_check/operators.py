@@ -26,44 +26,8 @@ def register(journal: Journal) -> None:
     Args:
         journal: keeps what is changed in the checker.
     """
-    linear = checker._OpSpec(checker.OpLinearity.LINEAR)
-    base = torch._C.TensorBase
-    for operator in (
-        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.to,
-        base.to,
-        torch.Tensor.float,
-        base.float,
-        base.type,
-        base.contiguous,
-        *(getattr(torch.Tensor, name) for name in _ADDING),
-    ):
-        checker._OP_REGISTRY[operator] = linear
-    for operator in (
-        torch.Tensor.__getitem__,
-        torch.Tensor.index_select,
-        torch.index_select,
-        torch.Tensor.gather,
-        torch.gather,
-        MOE_PERMUTE.overload,
-        MOE_UNPERMUTE.overload,
-    ):
-        checker._OP_REGISTRY[operator] = checker._OpSpec(checker.OpLinearity.MULTILINEAR)
-    classify = checker._classify_args
-
-    def classified(args: Any, kwargs: Any) -> Any:
-        info = classify(args, kwargs)
-        given = [*args, *(value for name, value in kwargs.items() if name != "out")]
-        tensors = [one for value in given for one in checker._iter_tensors_in(value)]
-        keep = [i for i, one in enumerate(tensors) if one.is_floating_point() or types_of(one)]
-        chosen = {
-            name: [values[i] for i in keep]
-            for name in ("tensor_types", "partition_specs", "tensor_no_grad")
-            if isinstance(values := getattr(info, name, None), list) and len(values) == len(tensors)
-        }
-        return info._replace(**chosen)  # type: ignore[arg-type]
-
-    journal.set(checker, "_classify_args", classified, owner=OWNER)
+    _register_linearity()
+    _ignore_integers(journal)
     check = checker._SpmdTypeMode._typecheck_core
 
     def checked(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -91,6 +55,52 @@ def register(journal: Journal) -> None:
         return result
 
     journal.set(checker._SpmdTypeMode, "_typecheck_core", checked, owner=OWNER)
+
+
+def _register_linearity() -> None:
+    """Of operators that the checker does not know."""
+    linear = checker._OpSpec(checker.OpLinearity.LINEAR)
+    base = torch._C.TensorBase
+    for operator in (
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.to,
+        base.to,
+        torch.Tensor.float,
+        base.float,
+        base.type,
+        base.contiguous,
+        *(getattr(torch.Tensor, name) for name in _ADDING),
+    ):
+        checker._OP_REGISTRY[operator] = linear
+    for operator in (
+        torch.Tensor.__getitem__,
+        torch.Tensor.index_select,
+        torch.index_select,
+        torch.Tensor.gather,
+        torch.gather,
+        MOE_PERMUTE.overload,
+        MOE_UNPERMUTE.overload,
+    ):
+        checker._OP_REGISTRY[operator] = checker._OpSpec(checker.OpLinearity.MULTILINEAR)
+
+
+def _ignore_integers(journal: Journal) -> None:
+    """Leave integers without a type out of what an operator's arguments are classified by."""
+    classify = checker._classify_args
+
+    def classified(args: Any, kwargs: Any) -> Any:
+        info = classify(args, kwargs)
+        given = [*args, *(value for name, value in kwargs.items() if name != "out")]
+        tensors = [one for value in given for one in checker._iter_tensors_in(value)]
+        keep = [i for i, one in enumerate(tensors) if one.is_floating_point() or types_of(one)]
+        chosen = {
+            name: [values[i] for i in keep]
+            for name in ("tensor_types", "partition_specs", "tensor_no_grad")
+            if isinstance(values := getattr(info, name, None), list) and len(values) == len(tensors)
+        }
+        return info._replace(**chosen)  # type: ignore[arg-type]
+
+    journal.set(checker, "_classify_args", classified, owner=OWNER)
 
 
 def _told(func: Any, error: SpmdTypeError, args: Any, kwargs: Any) -> WrongType | None:

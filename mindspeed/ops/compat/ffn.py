@@ -12,7 +12,7 @@ Source: torch_npu's ``npu_ffn``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,35 +84,13 @@ def npu_ffn(
     quant = {"scale": scale, "deq_scale1": deq_scale1, "deq_scale2": deq_scale2}
     anti = {"antiquant_scale1": antiquant_scale1, "antiquant_scale2": antiquant_scale2}
     offsets = {"antiquant_offset1": antiquant_offset1, "antiquant_offset2": antiquant_offset2}
-    _check.choice((*PLAIN, *GATED), activation=activation)
-    _check.tensor(x=x)
-    _check.require(x.dim() > 0, "x", "at least 1 dimension", x)
-    _check.rank(2, 3, weight1=weight1)
-    _check.rank(weight1.dim(), weight2=weight2)
+    biases = {"bias1": bias1, "bias2": bias2}
+    _check_layers(x, weight1, weight2, activation)
     _check.require(
         expert_tokens is None or expert_tokens_index is None,
         "expert_tokens_index", "None beside expert_tokens", expert_tokens_index,
     )  # fmt: skip
-    experts = weight1.dim() == 3
-    _check.require(
-        not experts or activation in PLAIN, "activation",
-        f"one of {', '.join(PLAIN)} with experts", activation,
-    )  # fmt: skip
-    inner = weight1.shape[-1] // (2 if activation in GATED else 1)
-    _check.shape((*weight1.shape[:-2], x.shape[-1], weight1.shape[-1]), weight1=weight1)
-    _check.shape((*weight1.shape[:-2], inner, weight2.shape[-1]), weight2=weight2)
-    _check.same("device", x=x, weight1=weight1, weight2=weight2)
-    numbers = (*FLOATS, torch.int32, torch.int64)  # some hold the bits of fp32 numbers
-    biases = {"bias1": bias1, "bias2": bias2}
-    for name, value in {**biases, "offset": offset, **quant, **anti, **offsets}.items():
-        if value is None:
-            continue
-        _check.dtype(FLOATS if x.is_floating_point() else numbers, **{name: value})
-        _check.same("device", x=x, **{name: value})
-        shape = (*weight1.shape[:-2], (weight1 if name.endswith("1") else weight2).shape[-1])
-        shapes = [(1,), weight1.shape[:-2]] if name in ("scale", "offset") else [shape]
-        allowed = " or ".join(str(tuple(one)) for one in shapes)
-        _check.require(value.shape in shapes, name, f"shape {allowed}", tuple(value.shape))
+    _check_vectors(x, weight1, weight2, {**biases, "offset": offset, **quant, **anti, **offsets})
     quantised = any(value is not None for value in quant.values())
     antiquantised = any(value is not None for value in anti.values())
     _check.require(
@@ -142,8 +120,41 @@ def npu_ffn(
         weight1 = dequantised(weight1, antiquant_scale1, antiquant_offset1, wide).to(x.dtype)
         weight2 = dequantised(weight2, antiquant_scale2, antiquant_offset2, wide).to(x.dtype)
     _check.same("dtype", x=x, weight1=weight1, weight2=weight2)
+    experts = weight1.dim() == 3
     out = FFN(rows, weight1, weight2, activation, bias1, bias2, ends if experts else None)
     return out.view(*x.shape[:-1], weight2.shape[-1])  # type: ignore[no-any-return]
+
+
+def _check_layers(x: Tensor, weight1: Tensor, weight2: Tensor, activation: str) -> None:
+    _check.choice((*PLAIN, *GATED), activation=activation)
+    _check.tensor(x=x)
+    _check.require(x.dim() > 0, "x", "at least 1 dimension", x)
+    _check.rank(2, 3, weight1=weight1)
+    _check.rank(weight1.dim(), weight2=weight2)
+    _check.require(
+        weight1.dim() == 2 or activation in PLAIN, "activation",
+        f"one of {', '.join(PLAIN)} with experts", activation,
+    )  # fmt: skip
+    inner = weight1.shape[-1] // (2 if activation in GATED else 1)
+    _check.shape((*weight1.shape[:-2], x.shape[-1], weight1.shape[-1]), weight1=weight1)
+    _check.shape((*weight1.shape[:-2], inner, weight2.shape[-1]), weight2=weight2)
+    _check.same("device", x=x, weight1=weight1, weight2=weight2)
+
+
+def _check_vectors(
+    x: Tensor, weight1: Tensor, weight2: Tensor, vectors: Mapping[str, Tensor | None]
+) -> None:
+    """Check biases, scales and offsets, by name."""
+    numbers = (*FLOATS, torch.int32, torch.int64)  # some hold the bits of fp32 numbers
+    for name, value in vectors.items():
+        if value is None:
+            continue
+        _check.dtype(FLOATS if x.is_floating_point() else numbers, **{name: value})
+        _check.same("device", x=x, **{name: value})
+        shape = (*weight1.shape[:-2], (weight1 if name.endswith("1") else weight2).shape[-1])
+        shapes = [(1,), weight1.shape[:-2]] if name in ("scale", "offset") else [shape]
+        allowed = " or ".join(str(tuple(one)) for one in shapes)
+        _check.require(value.shape in shapes, name, f"shape {allowed}", tuple(value.shape))
 
 
 def _ends(
