@@ -49,7 +49,7 @@ from mindspeed.instruments.clock import Link
 from mindspeed.moe.comparison import ENTRIES, Job, compare
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.load.placement import (
-    Question,
+    PlacementTask,
     in_order,
     largest_first,
     loads,
@@ -228,7 +228,7 @@ def placements() -> Iterator[PlacementRow]:
             weights = [1 / (one + 1) ** exponent for one in range(experts)]
             chance.shuffle(weights)
             load = [round(10000 * weight / sum(weights)) for weight in weights]
-            question, mean = Question(load, ranks), sum(load) / ranks
+            question, mean = PlacementTask(load, ranks), sum(load) / ranks
             rows = (
                 in_order(question).value[0],
                 max(loads(largest_first(load, ranks), load, ranks)),

@@ -25,7 +25,13 @@ from mindspeed.memory import agreement
 from mindspeed.memory.adaptive.profile import LayerKind
 from mindspeed.memory.estimate import KEEP_ALL, Clock, device_clock
 from mindspeed.memory.plan import LAYER, ChunkPlan, LayerPlan, SiteAction
-from mindspeed.pipeline.automated.profile import MODULES, Layer, Part, Profile, Recompute
+from mindspeed.pipeline.automated.profile import (
+    MODULES,
+    EndLayers,
+    Profile,
+    ProfiledLayer,
+    RecomputedModule,
+)
 from mindspeed.pipeline.automated.task import Task, report
 
 SITES = {"mlp": "mlp", "attention": "self_attention", "layer": LAYER}
@@ -74,8 +80,8 @@ class RankPart:
         num_microbatches: of a step.
     """
 
-    layers: Mapping[int, Layer]
-    end: Part
+    layers: Mapping[int, ProfiledLayer]
+    end: EndLayers
     latency: float
     chunks: int
     num_microbatches: int
@@ -283,31 +289,31 @@ class Profiler:
         if dist.get_rank() == 0:
             print(report(self.task, profile_of(parts, self.task)), flush=True)
 
-    def _own_layers(self) -> dict[int, Layer]:
+    def _own_layers(self) -> dict[int, ProfiledLayer]:
         found = {}
         for number, (kind, layer) in self._layers.items():
             keep, *others = kind.costs[0]
             forward = statistics.median(self._figures.forward[number])
             backward = self._figures.backward.get(number)
-            found[number] = Layer(
+            found[number] = ProfiledLayer(
                 forward=forward,
                 backward=statistics.median(backward) if backward else 2 * forward,
                 activations=float(keep.kept),
                 static=self._static(layer),
                 recompute={
-                    name: Recompute(cost.seconds, float(max(keep.kept - cost.kept, 0)))
+                    name: RecomputedModule(cost.seconds, float(max(keep.kept - cost.kept, 0)))
                     for name, cost in zip(MODULES, others, strict=True)
                 },
             )
         return found
 
-    def _ends(self) -> Part:
+    def _ends(self) -> EndLayers:
         """Measurements outside of layers; at both ends of the pipeline it counts."""
         seconds = statistics.median(self._figures.chunk_forward)
         backward = self._figures.head_backward
         in_layers = sum(self._static(layer) for _, layer in self._layers.values())
         whole = sum(self._static(chunk) for chunk in self._chunks)
-        return Part(
+        return EndLayers(
             forward=max(seconds, 0.0) * len(self._chunks),
             backward=statistics.median(backward) if backward else max(seconds, 0.0),
             activations=float(sum(self._figures.outside.values())),

@@ -43,7 +43,7 @@ def context_parallel_attention(
     dropout: float = 0.0,
     kv_cache: KVBeforeAllToAll | None = None,
     fused_merge: bool = False,
-    traffic: executor.Traffic | None = None,
+    traffic: executor.RankTraffic | None = None,
 ) -> torch.Tensor:
     """Attend as the plan says. Collective over the group, in forward and backward.
 
@@ -112,7 +112,7 @@ class _Invocation:
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
     softmax: SoftmaxOptions
     kv_cache: KVBeforeAllToAll | None
-    traffic: executor.Traffic | None
+    traffic: executor.RankTraffic | None
 
 
 def _ring(given: Arguments) -> Any:

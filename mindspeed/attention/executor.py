@@ -23,7 +23,7 @@ from mindspeed.attention.plan_compiler import RECEIVED_QUERIES, compile_plan
 
 
 @dataclass
-class Traffic:
+class RankTraffic:
     """Bytes one rank received and sent, messages, operator calls; equal to the cost metrics."""
 
     received: int = 0
@@ -56,7 +56,7 @@ class _RankState:
     shape: PackedKVShape
     q: torch.Tensor
     softmax: kernels.SoftmaxOptions
-    traffic: Traffic
+    traffic: RankTraffic
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ def forward(
     *,
     softmax: kernels.SoftmaxOptions,
     sink: torch.Tensor | None = None,
-    traffic: Traffic | None = None,
+    traffic: RankTraffic | None = None,
 ) -> ExchangeGenerator[tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]]:
     """The forward pass of one rank.
 
@@ -140,7 +140,7 @@ def forward(
         Output ``[t, n, d_v]`` in the dtype of q, log-sum-exp ``[t, n]`` in the wide dtype, and by
         stage what is saved for backward: packed keys and values ``[rows, width]``, or keys.
     """
-    shape, traffic = PackedKVShape.of(k, v), traffic or Traffic()
+    shape, traffic = PackedKVShape.of(k, v), traffic or RankTraffic()
     if (only := _compiled(plan, rank, "forward", softmax).single_call) is not None:
         traffic.calls += 1
         out, lse = kernels.forward(q, k, v, only.batch, softmax)
@@ -203,7 +203,7 @@ def backward(
     saved: dict[int, torch.Tensor],
     *,
     softmax: kernels.SoftmaxOptions,
-    traffic: Traffic | None = None,
+    traffic: RankTraffic | None = None,
 ) -> ExchangeGenerator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The backward pass of one rank.
 
@@ -223,7 +223,7 @@ def backward(
     Returns:
         Gradients of q ``[t, n, d]``, k ``[t, g, d]`` and v ``[t, g, d_v]``, in their dtypes.
     """
-    shape, traffic = PackedKVShape.of(k, v), traffic or Traffic()
+    shape, traffic = PackedKVShape.of(k, v), traffic or RankTraffic()
     if (only := _compiled(plan, rank, "backward", softmax).single_call) is not None:
         traffic.calls += 1
         dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, only.batch, softmax)

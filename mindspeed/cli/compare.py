@@ -26,7 +26,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
 
 if TYPE_CHECKING:
-    from mindspeed.compare.verdicts import Row
+    from mindspeed.compare.verdicts import ComparedTensor
     from mindspeed.compare.walk import Result
 
 HELP = "find the first tensor in which two recorded trainings differ"
@@ -197,7 +197,7 @@ def draw(path: Path, result: Result) -> None:
     write_figure(figure, path)
 
 
-def _panel(panel: Any, rows: list[Row], kinds: list[str], columns: list[str]) -> Any:
+def _panel(panel: Any, rows: list[ComparedTensor], kinds: list[str], columns: list[str]) -> Any:
     values = [[math.nan] * len(columns) for _ in kinds]
     marked = set()
     for row in rows:
@@ -219,7 +219,7 @@ def _panel(panel: Any, rows: list[Row], kinds: list[str], columns: list[str]) ->
     return image
 
 
-def _kind(row: Row) -> str:
+def _kind(row: ComparedTensor) -> str:
     name = row.name
     module = name.module
     if layer_of(module) is not None:
@@ -227,6 +227,6 @@ def _kind(row: Row) -> str:
     return f"{name.when} {module} {name.what}"
 
 
-def _column(row: Row) -> str:
+def _column(row: ComparedTensor) -> str:
     layer = layer_of(row.name.module)
     return "other" if layer is None else str(layer)

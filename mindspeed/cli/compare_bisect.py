@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed.compare.bisect import Change, changed, changes, smallest
+from mindspeed.compare.bisect import FlagChange, changed, changes, smallest
 from mindspeed.errors import ConfigError, DataError, MindSpeedError
 from mindspeed.files import make_dirs, secure_open
 
@@ -49,7 +49,7 @@ class Bisection:
         self._folder, self._a, self._b = make_dirs(folder), list(a), list(b)
         self._runs = 0
 
-    def run(self) -> tuple[Result, Recording, Recording, list[Change]]:
+    def run(self) -> tuple[Result, Recording, Recording, list[FlagChange]]:
         """A and B compared, and the smallest set of flags; empty where they are equal.
 
         Raises:
@@ -76,7 +76,7 @@ class Bisection:
         if first is None:
             return result, a, b, []
 
-        def bad(subset: tuple[Change, ...]) -> bool:
+        def bad(subset: tuple[FlagChange, ...]) -> bool:
             title = ", ".join(map(str, subset))
             run = self._record(f"run-{self._runs}", changed(self._a, subset), title)
             if run is None:

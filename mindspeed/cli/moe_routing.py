@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mindspeed.errors import ConfigError
 from mindspeed.moe.comparison import Job, Priced, compare
-from mindspeed.moe.load.placement import Placement, in_order, search, with_copies
+from mindspeed.moe.load.placement import ExpertPlacement, in_order, search, with_copies
 from mindspeed.moe.load.recorded import RecordedLoad
 from mindspeed.moe.load.routing import RecordedRouting, read
 from mindspeed.moe.load.slots import slots_of, write
@@ -92,7 +92,7 @@ def _placed(recorded: RecordedRouting, number: int, sizes: Sizes, node: int) -> 
     )
 
 
-def _slots(found: Placement, before: Placement, sizes: Sizes) -> list[int]:
+def _slots(found: ExpertPlacement, before: ExpertPlacement, sizes: Sizes) -> list[int]:
     better = found if found.value < before.value else before
     return slots_of(better.place, sizes.ep)
 

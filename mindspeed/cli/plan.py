@@ -180,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which layouts are tried, and how."""
+    """Flags of the search: layouts that are tried, and how."""
     add = parser.add_argument
     add("--top", type=whole(1, 1000), metavar="N", help="candidates (default: 5)")
     add(

@@ -17,7 +17,7 @@ Words = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Change:
+class FlagChange:
     """A flag in which two commands differ.
 
     Attributes:
@@ -49,24 +49,28 @@ def flags_of(command: Sequence[str]) -> dict[str, Words]:
     return found
 
 
-def changes(a: Sequence[str], b: Sequence[str]) -> list[Change]:
+def changes(a: Sequence[str], b: Sequence[str]) -> list[FlagChange]:
     """Flags in which two commands differ, in B's order, then those that only A has."""
     here, there = flags_of(a), flags_of(b)
     found = [
-        Change(name, here.get(name, ()), words)
+        FlagChange(name, here.get(name, ()), words)
         for name, words in there.items()
         if here.get(name) != words
     ]
-    return found + [Change(name, words, ()) for name, words in here.items() if name not in there]
+    return found + [
+        FlagChange(name, words, ()) for name, words in here.items() if name not in there
+    ]
 
 
-def changed(a: Sequence[str], subset: Sequence[Change]) -> list[str]:
+def changed(a: Sequence[str], subset: Sequence[FlagChange]) -> list[str]:
     """A's command with some of the changes."""
     words: Mapping[str, Words] = {**flags_of(a), **{one.name: one.b for one in subset}}
     return [word for own in words.values() for word in own]
 
 
-def smallest(items: Sequence[Change], bad: Callable[[tuple[Change, ...]], bool]) -> list[Change]:
+def smallest(
+    items: Sequence[FlagChange], bad: Callable[[tuple[FlagChange, ...]], bool]
+) -> list[FlagChange]:
     """A smallest subset that is bad; each subset is tried once.
 
     Args:
@@ -75,7 +79,7 @@ def smallest(items: Sequence[Change], bad: Callable[[tuple[Change, ...]], bool])
     """
     known: dict[frozenset[str], bool] = {}
 
-    def is_bad(subset: Sequence[Change]) -> bool:
+    def is_bad(subset: Sequence[FlagChange]) -> bool:
         key = frozenset(one.name for one in subset)
         if key not in known:
             known[key] = bad(tuple(subset))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from mindspeed.compare.collectives import SUMS, Message
+from mindspeed.compare.collectives import SUMS, RecordedMessage
 from mindspeed.compare.digest import NOT_FINITE, SKETCH_ERROR, SKETCHES, SQUARES
 from mindspeed.compare.names import NO_MICRO_BATCH, Name
 from mindspeed.compare.noise import UNIT
@@ -46,7 +46,7 @@ class CollectiveFinding:
 
     run: str
     step: int
-    message: Message
+    message: RecordedMessage
     text: str
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Collectives:
     unchecked: Counter[str] = field(default_factory=Counter)
 
 
-def described(message: Message) -> str:
+def described(message: RecordedMessage) -> str:
     """A collective in words."""
     number = f"number {message.number}"
     if len(message.way) == 2:
@@ -115,10 +115,10 @@ def _one_is_inside(one: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class DigestedMessage:
     """A message of a rank with its digests."""
 
-    message: Message
+    message: RecordedMessage
     bits: torch.Tensor
     sums: torch.Tensor
 
@@ -135,7 +135,7 @@ class Call:
         return parts[index if len(parts) > 1 else 0]
 
 
-Calls = dict[int, dict[int, list[Call]]]
+Calls = dict[int, dict[int, list[DigestedMessage]]]
 
 
 def read(directory: Path) -> Calls:
@@ -144,13 +144,15 @@ def read(directory: Path) -> Calls:
     Raises:
         DataError: A file is damaged.
     """
-    found: defaultdict[int, dict[int, list[Call]]] = defaultdict(dict)
+    found: defaultdict[int, dict[int, list[DigestedMessage]]] = defaultdict(dict)
     for path in sorted(directory.glob("step-*/collectives-*.jsonl")):
         step, rank = (int(name.rpartition("-")[2]) for name in (path.parent.name, path.stem))
         data = read_tensors(path)
         found[step][rank] = [
-            Call(
-                Message(**{**line, "ranks": tuple(line["ranks"]), "way": tuple(line["way"])}),
+            DigestedMessage(
+                RecordedMessage(
+                    **{**line, "ranks": tuple(line["ranks"]), "way": tuple(line["way"])}
+                ),
                 data["bits"],
                 data["sums"],
             )
@@ -183,7 +185,7 @@ def compare(a: Path, b: Path, one_layout: bool) -> Collectives:
     return result
 
 
-def wrong(run: str, step: int, ranks: Mapping[int, list[Call]]) -> Collectives:
+def wrong(run: str, step: int, ranks: Mapping[int, list[DigestedMessage]]) -> Collectives:
     """Check the calls of a step.
 
     Args:
@@ -192,7 +194,7 @@ def wrong(run: str, step: int, ranks: Mapping[int, list[Call]]) -> Collectives:
         ranks: Calls of each rank, in its order.
     """
     result = Collectives()
-    together: dict[tuple[object, ...], dict[int, Call]] = {}
+    together: dict[tuple[object, ...], dict[int, DigestedMessage]] = {}
     for rank, calls in ranks.items():
         seen: Counter[tuple[object, ...]] = Counter()
         for call in calls:
@@ -213,7 +215,7 @@ def wrong(run: str, step: int, ranks: Mapping[int, list[Call]]) -> Collectives:
     return result
 
 
-def _wrong(calls: Mapping[int, Call]) -> tuple[str, str]:
+def _wrong(calls: Mapping[int, DigestedMessage]) -> tuple[str, str]:
     """Why a collective is not checked, and what is wrong with it; both empty where it is right."""
     first = next(iter(calls.values())).message
     ranks = first.way if len(first.way) == 2 else first.ranks
@@ -255,7 +257,7 @@ def _not_given(receivers: Sequence[int], senders: Sequence[int]) -> str:
     return f"what {_ranks(receivers)} got is not what {_ranks(senders)} gave"
 
 
-def _of_sum(first: Message, calls: Sequence[Call]) -> tuple[str, str]:
+def _of_sum(first: RecordedMessage, calls: Sequence[DigestedMessage]) -> tuple[str, str]:
     ranks, size = first.ranks, len(first.ranks)
     whole = first.op == "all_reduce"
     if whole and size > 1:
@@ -283,7 +285,7 @@ def _of_sum(first: Message, calls: Sequence[Call]) -> tuple[str, str]:
     return "", _other_bits(others, ranks) if others else ""
 
 
-def _is_wide(message: Message) -> bool:
+def _is_wide(message: RecordedMessage) -> bool:
     return message.dtype == "float32"
 
 
@@ -297,7 +299,7 @@ def _other_bits(others: Sequence[int], ranks: Sequence[int]) -> str:
 
 
 def _first_of_one(
-    step: int, a: Mapping[int, list[Call]], b: Mapping[int, list[Call]]
+    step: int, a: Mapping[int, list[DigestedMessage]], b: Mapping[int, list[DigestedMessage]]
 ) -> CollectiveFinding | None:
     """The first call that only one run makes, on the first rank that has one."""
     for rank in sorted(a.keys() & b.keys()):
@@ -313,7 +315,7 @@ def _first_of_one(
     return None
 
 
-def _key(call: Call) -> tuple[object, ...]:
+def _key(call: DigestedMessage) -> tuple[object, ...]:
     own = call.message
     what = own.op, own.ranks, own.way, own.bytes, own.dtype
     return (*what, own.when, own.micro_batch, own.module)

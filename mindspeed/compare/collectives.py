@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.compare import rank_files
-from mindspeed.compare.digest import WIDTH, Place, bits, digest
+from mindspeed.compare.digest import WIDTH, Elements, bits, digest
 from mindspeed.compare.names import NO_MICRO_BATCH
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments.instrument import PhaseTracker, in_backward
@@ -52,7 +52,7 @@ Part = list[torch.Tensor]
 
 
 @dataclass
-class Message:
+class RecordedMessage:
     """A call of a collective, or a message, on one rank.
 
     Attributes:
@@ -134,12 +134,12 @@ class CollectiveRecorder(CommunicationMode):
         super().__init__(PhaseTracker(), lambda event: None)
         self._step, self._modules, self._micro_batch = step, list(modules), micro_batch
         self._only = frozenset(only)
-        self.messages: list[Message] = []
+        self.messages: list[RecordedMessage] = []
         self._bits: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
-        self._pending: dict[Any, list[tuple[Message, list[Part]]]] = {}
-        self._window: list[tuple[Message, list[Part]]] | None = None
-        self._called: list[tuple[Message, list[Part]]] = []
+        self._pending: dict[Any, list[tuple[RecordedMessage, list[Part]]]] = {}
+        self._window: list[tuple[RecordedMessage, list[Part]]] | None = None
+        self._called: list[tuple[RecordedMessage, list[Part]]] = []
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self._running, self._marks = _Running(), defaultdict[int, _Marks](_Marks)
         self._reduction = ""
@@ -226,7 +226,7 @@ class CollectiveRecorder(CommunicationMode):
             self._expect(work, self._called)
         return work
 
-    def _expect(self, work: Any, calls: list[tuple[Message, list[Part]]]) -> None:
+    def _expect(self, work: Any, calls: list[tuple[RecordedMessage, list[Part]]]) -> None:
         """Digest what calls get once their handle is waited for; at once where there is none."""
         if work is not None:
             self._pending[work] = calls
@@ -276,7 +276,7 @@ class CollectiveRecorder(CommunicationMode):
 
     def _message(
         self, event: Any, name: str, given: Mapping[str, Any], parts: Any
-    ) -> Message | None:
+    ) -> RecordedMessage | None:
         """A line; None of a group of one rank, or of a micro-batch that is not recorded."""
         ranks, own = event.ranks, dist.get_rank()
         way: tuple[int, ...] = ()
@@ -296,12 +296,12 @@ class CollectiveRecorder(CommunicationMode):
         leaves = [one for one in tree_leaves([parts, *given.values()]) if _is_tensor(one)]
         dtype = str(leaves[0].dtype).removeprefix("torch.") if leaves else ""
         reduction = self._reduction if event.op in SUMS else ""
-        return Message(
+        return RecordedMessage(
             event.op, event.group, ranks, number, way, event.payload, dtype, reduction,
             *place,
         )  # fmt: skip
 
-    def _digests(self, message: Message, parts: list[Part]) -> list[int]:
+    def _digests(self, message: RecordedMessage, parts: list[Part]) -> list[int]:
         """Indices of the digests of parts."""
         first = len(self._bits)
         with torch.no_grad():
@@ -361,13 +361,13 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _rows(rows: int) -> Place:
-    return Place((rows + 1, _COLUMNS), torch.arange(rows), torch.arange(_COLUMNS))
+def _rows(rows: int) -> Elements:
+    return Elements((rows + 1, _COLUMNS), torch.arange(rows), torch.arange(_COLUMNS))
 
 
 @functools.lru_cache(maxsize=64)
-def _rest(rows: int, rest: int) -> Place:
-    return Place((rows + 1, _COLUMNS), torch.tensor([rows]), torch.arange(rest))
+def _rest(rows: int, rest: int) -> Elements:
+    return Elements((rows + 1, _COLUMNS), torch.tensor([rows]), torch.arange(rest))
 
 
 # ------------------------------------------------------------- operator -> (parts sent, parts got)

@@ -51,7 +51,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Elements:
     """Elements of the whole tensor that a piece holds: all pairs of its rows and columns.
 
     Attributes:
@@ -183,12 +183,12 @@ def sample_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def whole(rows: int, columns: int = 1) -> Place:
+def whole(rows: int, columns: int = 1) -> Elements:
     """The place of a tensor that a rank holds whole."""
-    return Place((rows, columns), torch.arange(rows), torch.arange(columns))
+    return Elements((rows, columns), torch.arange(rows), torch.arange(columns))
 
 
-def digest(x: torch.Tensor, place: Place) -> torch.Tensor:
+def digest(x: torch.Tensor, place: Elements) -> torch.Tensor:
     """Digest of a piece.
 
     Args:
@@ -202,7 +202,7 @@ def digest(x: torch.Tensor, place: Place) -> torch.Tensor:
     return _digests(x, place, None)[0]
 
 
-def digest_and_exact(x: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def digest_and_exact(x: torch.Tensor, place: Elements) -> tuple[torch.Tensor, torch.Tensor]:
     """Digest of a piece as of :func:`digest`, and the exact one: int64 ``[]``; -0 counts as +0.
 
     Args:
@@ -215,7 +215,7 @@ def digest_and_exact(x: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch
 
 
 def _digests(
-    x: torch.Tensor, place: Place, factors: _Factors | None
+    x: torch.Tensor, place: Elements, factors: _Factors | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The digest, and with factors the exact one."""
     x, signs = x.detach(), place.on(x.device)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import Place
+from mindspeed.compare.digest import Elements
 from mindspeed.compare.names import Name
 from mindspeed.compare.recording import header_of, pieces_of
-from mindspeed.compare.scales import TokenCounts
+from mindspeed.compare.scales import LossTokens
 from mindspeed.errors import ConfigError
 
 
@@ -51,9 +51,9 @@ class ForcedValues:
                 self._pieces[Name(step, *piece["name"])].append((file, index, piece))
         if not self._pieces:
             raise ConfigError(f"{directory}: it has not recorded step {step}")
-        self.tokens = TokenCounts(self._headers.values())
+        self.tokens = LossTokens(self._headers.values())
 
-    def value(self, name: Name, place: Place, scale: float | None = None) -> torch.Tensor | None:
+    def value(self, name: Name, place: Elements, scale: float | None = None) -> torch.Tensor | None:
         """The elements of a tensor at a place: ``[rows, columns]`` on the host, or None.
 
         Args:

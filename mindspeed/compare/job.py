@@ -28,7 +28,7 @@ from mindspeed.compare.megatron_operators import OperatorHooks
 from mindspeed.compare.megatron_optimizer import learning_rate
 from mindspeed.compare.names import COLLECTIVES
 from mindspeed.compare.noise import Noise
-from mindspeed.compare.recorder import BYTES_OF_PIECE, BYTES_OF_SAMPLE, Recorder, write_job
+from mindspeed.compare.recorder import BYTES_OF_PIECE, BYTES_OF_SAMPLE, RunRecorder, write_job
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
 
@@ -72,7 +72,7 @@ class JobRecording:
         self._options, self._job = options, job
         self._steps = TrainingSteps()
         self._hooks: MegatronHooks | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: RunRecorder | None = None
         self._collectives: CollectiveRecorder | None = None
         self._ends_with_optimizer = False
 
@@ -182,7 +182,9 @@ class JobRecording:
         """The hooks of this rank, once its groups exist."""
         if self._hooks is None:
             options, rank = self._options, dist.get_rank()
-            self._recorder = Recorder(options.directory, rank, dist.get_world_size(), options.level)
+            self._recorder = RunRecorder(
+                options.directory, rank, dist.get_world_size(), options.level
+            )
             noise = Noise(options.noise) if options.noise else None
             forced = None
             if options.forced is not None:

@@ -22,7 +22,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from mindspeed.adaptor.training_steps import MicroBatchNumbers
-from mindspeed.compare.digest import Place
+from mindspeed.compare.digest import Elements
 from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.megatron_experts import ExpertHooks, layers_of
 from mindspeed.compare.megatron_modules import (
@@ -37,12 +37,12 @@ from mindspeed.compare.megatron_modules import (
     reduction_of,
     unwrapped,
 )
-from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, rows_of
+from mindspeed.compare.megatron_places import MicroBatchRows, RankColumns, Ranks, rows_of
 from mindspeed.compare.megatron_random import random_states
-from mindspeed.compare.megatron_tensors import Call, MegatronTensors, MicroBatch
+from mindspeed.compare.megatron_tensors import MegatronTensors, MicroBatch, ModuleCall
 from mindspeed.compare.megatron_weights import MegatronWeights, NamedChunk
 from mindspeed.compare.noise import Noise
-from mindspeed.compare.recorder import Recorder
+from mindspeed.compare.recorder import RunRecorder
 from mindspeed.compare.routing import GAPS, counted, scores_of
 from mindspeed.instruments.instrument import in_backward
 from mindspeed.journal import Journal
@@ -51,7 +51,7 @@ from mindspeed.journal import Journal
 @dataclass
 class _Chunk(NamedChunk):
     current: MicroBatch | None = None
-    calls: defaultdict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    calls: defaultdict[str, list[ModuleCall]] = field(default_factory=lambda: defaultdict(list))
     recomputed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -69,7 +69,7 @@ class MegatronHooks:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: RunRecorder,
         what: Collection[str],
         micro_batches: Collection[int] = (),
         noise: Noise | None = None,
@@ -83,7 +83,7 @@ class MegatronHooks:
         self._journal = Journal()
         self._chunks: list[_Chunk] = []
         self._logits: dict[int, torch.Tensor] = {}  # of the call of a router that runs
-        self._joint: dict[int, Columns] = {}  # of projections to several things
+        self._joint: dict[int, RankColumns] = {}  # of projections to several things
         self._weights = MegatronWeights(recorder, what, noise)
         self._tensors = MegatronTensors(recorder, what, micro_batches, noise, by_sample)
         self._ranks: Ranks | None = None
@@ -241,23 +241,23 @@ class MegatronHooks:
             if call is None:
                 return logits
             reduction = router.weight.shape[1]
-            columns = Columns(logits.shape[-1])
+            columns = RankColumns(logits.shape[-1])
             result = self._tensors.add(call, "logits", logits, columns, reduction)
             self._logits[id(router)] = logits if result is None else result
             return self._logits[id(router)]
 
         self._journal.set(router, "gating", recorded, owner="compare")
 
-    def _gaps(self, call: Call, router: Any, chosen: torch.Tensor) -> None:
+    def _gaps(self, call: ModuleCall, router: Any, chosen: torch.Tensor) -> None:
         """Count how close the choice of each token is."""
         logits, batch = self._logits.pop(id(router), None), call.batch
         skip = self._only and batch.number not in self._only
         if logits is None or skip or "activations" not in self._what or in_backward():
             return
         scores = scores_of(router, logits).detach().reshape(-1, logits.shape[-1])
-        place = batch.rows.place(len(scores) // batch.rows.samples, Columns(scores.shape[1]))
+        place = batch.rows.place(len(scores) // batch.rows.samples, RankColumns(scores.shape[1]))
         if place is not None and scores.shape == chosen.shape:
-            parts: list[tuple[Any, Place]] = [(slice(None), place)]
+            parts: list[tuple[Any, Elements]] = [(slice(None), place)]
             if self._by_sample:
                 parts = batch.rows.by_sample(place)
             first = batch.number * len(parts)
@@ -289,7 +289,7 @@ class MegatronHooks:
         if "inputs" in self._what or "activations" in self._what:
             for what, value in (("tokens", tokens), ("labels", given.get("labels"))):
                 if value is not None:
-                    place = rows.place(length, Columns(1))
+                    place = rows.place(length, RankColumns(1))
                     assert place is not None
                     flat = value.t().reshape(-1, 1)
                     self._tensors.add_flat(
@@ -300,8 +300,8 @@ class MegatronHooks:
         batch = chunk.current
         if batch is None or not isinstance(output, torch.Tensor) or output.dim() != 2:
             return None  # logits of a forward step with a loss of its own
-        call = Call(batch, "loss")
-        return self._tensors.add(call, "per_token", output, Columns(1), 1, loss=True)
+        call = ModuleCall(batch, "loss")
+        return self._tensors.add(call, "per_token", output, RankColumns(1), 1, loss=True)
 
     def _output(self, chunk: _Chunk, name: str, module: Any, args: Any, output: Any) -> Any:
         first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
@@ -347,7 +347,7 @@ class MegatronHooks:
 
         yield before
 
-    def _call_of(self, chunk: _Chunk, name: str, side: str) -> Call | None:
+    def _call_of(self, chunk: _Chunk, name: str, side: str) -> ModuleCall | None:
         """A module's call; in the backward the same call in the forward."""
         calls = chunk.calls[f"{name} {side}"]
         if not in_backward():
@@ -356,7 +356,7 @@ class MegatronHooks:
                 return None
             batch.calls[f"{name} {side}"] += 1
             count = batch.calls[f"{name} {side}"]
-            calls.append(Call(batch, name if count == 1 else f"{name}#{count}"))
+            calls.append(ModuleCall(batch, name if count == 1 else f"{name}#{count}"))
             return calls[-1]
         index = chunk.recomputed[f"{name} {side}"]
         chunk.recomputed[f"{name} {side}"] += 1

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import Place
-from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, by_sample
+from mindspeed.compare.digest import Elements
+from mindspeed.compare.megatron_places import MicroBatchRows, RankColumns, Ranks, by_sample
 from mindspeed.compare.noise import Noise
-from mindspeed.compare.recorder import Recorder
+from mindspeed.compare.recorder import RunRecorder
 from mindspeed.journal import Journal
 
 
@@ -59,7 +59,7 @@ class ExpertHooks:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: RunRecorder,
         what: Collection[str],
         micro_batches: Collection[int],
         noise: Noise | None,
@@ -103,13 +103,13 @@ class ExpertHooks:
         experts, own = layer.experts, f"{name}.experts"
 
         def before(module: Any, args: Any) -> Any:
-            columns = Columns(args[0].shape[-1])
+            columns = RankColumns(args[0].shape[-1])
             self._tensor(name, own, "input", args[0], columns, 1)
 
         def after(module: Any, args: Any, output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
             terms = layer.config.moe_ffn_hidden_size or layer.config.ffn_hidden_size
-            result = self._tensor(name, own, "output", first, Columns(first.shape[-1]), terms)
+            result = self._tensor(name, own, "output", first, RankColumns(first.shape[-1]), terms)
             if result is None:
                 return None
             return (result, *output[1:]) if isinstance(output, tuple) else result
@@ -130,12 +130,12 @@ class ExpertHooks:
 
         return int(parallel_state.get_expert_tensor_parallel_world_size() or 1)
 
-    def _columns(self, width: int) -> Columns:
+    def _columns(self, width: int) -> RankColumns:
         from megatron.core import parallel_state
 
         size = self._expert_ranks()
         rank = parallel_state.get_expert_tensor_parallel_rank() if size > 1 else 0
-        return Columns(width * size, rank, size)
+        return RankColumns(width * size, rank, size)
 
     @torch.no_grad()
     def _rows(
@@ -150,7 +150,7 @@ class ExpertHooks:
         """Send the numbers of this rank's tokens to the experts."""
         number, rows = current
         ranks, dispatcher = self._ranks, layer.token_dispatcher
-        place = rows.place(hidden.shape[0], Columns(1))
+        place = rows.place(hidden.shape[0], RankColumns(1))
         assert place is not None
         numbers = place.rows + 1 + ranks.dp * rows.total
         sent = numbers.to(hidden.device, torch.float32).view(*hidden.shape[:-1], 1)
@@ -182,7 +182,7 @@ class ExpertHooks:
         name: str,
         what: str,
         x: torch.Tensor,
-        columns: Columns,
+        columns: RankColumns,
         terms: int,
     ) -> torch.Tensor | None:
         """Record a tensor and its gradient; the perturbed tensor in a run with noise."""
@@ -194,7 +194,7 @@ class ExpertHooks:
             return None
         first_time, shared = self._current() is not None, self._expert_ranks() > 1
         places = {
-            number: (here, Place((rows.total, columns.total), index, columns.index(), True))
+            number: (here, Elements((rows.total, columns.total), index, columns.index(), True))
             for number, (here, index) in rows.batches.items()
             if not self._only or number in self._only
         }
@@ -234,7 +234,7 @@ class ExpertHooks:
         what: str,
         x: torch.Tensor,
         samples: int,
-        places: dict[int, tuple[torch.Tensor, Place]],
+        places: dict[int, tuple[torch.Tensor, Elements]],
         terms: int,
         partial: bool,
     ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks
+from mindspeed.compare.megatron_places import MicroBatchRows, RankColumns, Ranks
 
 _LAYER = re.compile(r"\.layers\.(\d+)(?=\.|$)")
 _NOT_RECORDED = re.compile(
@@ -103,7 +103,7 @@ def records_output(path: str, module: Any) -> bool:
 
 def output_columns(
     module: Any, name: str, x: torch.Tensor, ranks: Ranks | None, config: Any
-) -> Columns:
+) -> RankColumns:
     """The columns of a module's output ``[tokens, samples, ...]``, or ``[rows, columns]``."""
     assert ranks is not None
     width = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
@@ -111,13 +111,13 @@ def output_columns(
         what = "key" if name.endswith("k_layernorm") else "query"
         return input_columns(what, x, ranks, module, config)
     if config.moe_shared_expert_overlap and name.endswith("shared_experts.linear_fc2"):
-        return Columns(width, partial=ranks.tp_size > 1)  # reduced once the experts have run
+        return RankColumns(width, partial=ranks.tp_size > 1)  # reduced once the experts have run
     sharded = name.endswith(("core_attention", "shared_experts.linear_fc1"))
     sharded = sharded or _column_parallel(module)
     if not sharded or ranks.tp_size == 1:
-        return Columns(width)
+        return RankColumns(width)
     gated = name.endswith("linear_fc1") and bool(module.config.gated_linear_unit)
-    return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size, 2 if gated else 1)
+    return RankColumns(width * ranks.tp_size, ranks.tp, ranks.tp_size, 2 if gated else 1)
 
 
 def _column_parallel(module: Any) -> bool:
@@ -127,15 +127,17 @@ def _column_parallel(module: Any) -> bool:
     return getattr(module, "parallel_mode", None) == "column"
 
 
-def input_columns(what: str, x: torch.Tensor, ranks: Ranks, module: Any, config: Any) -> Columns:
+def input_columns(
+    what: str, x: torch.Tensor, ranks: Ranks, module: Any, config: Any
+) -> RankColumns:
     """The columns of an input ``[tokens, samples, ...]`` that is no other module's output."""
     width = x[0, 0].numel()
     if what == "input" and not hasattr(module, "input_is_parallel") and not _row_parallel(module):
-        return Columns(width)
+        return RankColumns(width)
     groups = config.num_query_groups or ranks.tp_size
     if what in ("key", "value") and groups < ranks.tp_size:  # ranks share a group
-        return Columns(width * groups, ranks.tp * groups // ranks.tp_size, groups)
-    return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size)
+        return RankColumns(width * groups, ranks.tp * groups // ranks.tp_size, groups)
+    return RankColumns(width * ranks.tp_size, ranks.tp, ranks.tp_size)
 
 
 def _row_parallel(module: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import Place
+from mindspeed.compare.digest import Elements
 from mindspeed.compare.megatron_places import place_of_pieces
 
 
@@ -67,7 +67,7 @@ def fsdp_shards(wrapped: Any, module: Any) -> Iterator[Shard]:
             yield Shard(path, main.megatron_fsdp_slice.start, own, main)
 
 
-def fsdp_places(wrapped: Any, module: Any) -> dict[str, Place]:
+def fsdp_places(wrapped: Any, module: Any) -> dict[str, Elements]:
     """Place of each whole parameter of a chunk: its rows are parts of a checkpoint's tensors.
 
     None are known of a chunk that our trainer has not wrapped.

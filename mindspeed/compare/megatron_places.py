@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mindspeed.attention.sequence_sharding import zigzag
-from mindspeed.compare.digest import Place
+from mindspeed.compare.digest import Elements
 
 
 @dataclass(frozen=True)
@@ -89,29 +89,29 @@ class MicroBatchRows:
         if ranks.sequence and ranks.tp_size > 1 and length % ranks.tp_size == 0:
             part = rows.chunk(ranks.tp_size)[ranks.tp]
             self._rows[length // ranks.tp_size] = part.reshape(-1)
-        self._places: dict[tuple[int, Any], Place] = {}
-        self._samples: dict[int, list[tuple[torch.Tensor, Place]]] = {}
+        self._places: dict[tuple[int, Any], Elements] = {}
+        self._samples: dict[int, list[tuple[torch.Tensor, Elements]]] = {}
 
-    def place(self, tokens: int, columns: Columns) -> Place | None:
+    def place(self, tokens: int, columns: RankColumns) -> Elements | None:
         """Place of ``[tokens, b, ...]``; None if no sharding has so many tokens."""
         rows = self._rows.get(tokens)
         if rows is None:
             return None
         key = tokens, columns
         if key not in self._places:
-            self._places[key] = Place(
+            self._places[key] = Elements(
                 (self.total, columns.total), rows, columns.index(), partial=columns.partial
             )
         return self._places[key]
 
-    def by_sample(self, place: Place) -> list[tuple[torch.Tensor, Place]]:
+    def by_sample(self, place: Elements) -> list[tuple[torch.Tensor, Elements]]:
         """The rows of each sample in a place of this micro-batch, and their place in the sample."""
         if id(place) not in self._samples:
             self._samples[id(place)] = by_sample(place, self.samples)
         return self._samples[id(place)]
 
 
-def by_sample(place: Place, samples: int) -> list[tuple[torch.Tensor, Place]]:
+def by_sample(place: Elements, samples: int) -> list[tuple[torch.Tensor, Elements]]:
     """A place as those of its samples, whose rows alternate: ``[rows]`` int64 of each, and a place.
 
     Args:
@@ -123,13 +123,13 @@ def by_sample(place: Place, samples: int) -> list[tuple[torch.Tensor, Place]]:
         here = (place.rows % samples == sample).nonzero().view(-1)
         shape = place.shape[0] // samples, place.shape[1]
         rows = place.rows[here].div(samples, rounding_mode="floor")
-        own = Place(shape, rows, place.columns, place.sparse, place.partial)
+        own = Elements(shape, rows, place.columns, place.sparse, place.partial)
         found.append((here, own))
     return found
 
 
 @dataclass(frozen=True)
-class Columns:
+class RankColumns:
     """The columns of a rank: part ``part`` of ``parts`` of each of ``halves`` equal ranges.
 
     Attributes:
@@ -152,14 +152,14 @@ class Columns:
         return torch.cat([half.chunk(self.parts)[self.part] for half in halves])
 
 
-class RowsOf(Columns):
+class RowsOf(RankColumns):
     """Columns of a product in the order of its weight's rows, which a rank may have from several.
 
     Args:
         place: Of the weight, on this rank.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Elements) -> None:
         super().__init__(place.shape[0])
         object.__setattr__(self, "_rows", place.rows)
 
@@ -186,7 +186,7 @@ def rows_of(ranks: Ranks, samples: int, length: int, packed: Any) -> MicroBatchR
     return MicroBatchRows(ranks, samples, length, packed)
 
 
-def parameter_places(chunk: Any) -> dict[str, Place]:
+def parameter_places(chunk: Any) -> dict[str, Elements]:
     """Place of each parameter of a chunk, by its name in the chunk.
 
     A parameter whose place is no rectangle, or that a checkpoint does not have, is left out.
@@ -245,7 +245,7 @@ def _entries(state: Any) -> Iterator[Any]:
         yield state
 
 
-def _place_of(entry: Any, shape: torch.Size) -> Place | None:
+def _place_of(entry: Any, shape: torch.Size) -> Elements | None:
     """The place of what a parameter's entry in a checkpoint holds."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -258,7 +258,9 @@ def _place_of(entry: Any, shape: torch.Size) -> Place | None:
     return place_of_pieces(pieces, shape[0])
 
 
-def place_of_pieces(pieces: Sequence[tuple[torch.Tensor | None, Any]], rows: int) -> Place | None:
+def place_of_pieces(
+    pieces: Sequence[tuple[torch.Tensor | None, Any]], rows: int
+) -> Elements | None:
     """The place of a parameter whose rows are pieces of a checkpoint's tensors.
 
     Args:
@@ -294,7 +296,7 @@ def place_of_pieces(pieces: Sequence[tuple[torch.Tensor | None, Any]], rows: int
         whole = height, wide
     if columns is None or (index < 0).any() or len(columns) != local_columns:
         return None
-    return Place(whole, index, columns)
+    return Elements(whole, index, columns)
 
 
 def _in_two_dimensions(offset: Any, own: Any, size: Any) -> bool:
@@ -309,7 +311,7 @@ def _product(sizes: Any) -> int:
     return total
 
 
-def rectangles(place: Place, start: int, end: int) -> Iterator[tuple[int, int, Place]]:
+def rectangles(place: Elements, start: int, end: int) -> Iterator[tuple[int, int, Elements]]:
     """A flat range of a piece as at most three rectangles.
 
     Args:
@@ -330,5 +332,5 @@ def rectangles(place: Place, start: int, end: int) -> Iterator[tuple[int, int, P
             count = (end - start) // width
             stop = start + count * width
             rows, columns = place.rows[row : row + count], place.columns
-        yield start, stop, Place(place.shape, rows, columns)
+        yield start, stop, Elements(place.shape, rows, columns)
         start = stop

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mindspeed.compare.digest import Place, bits
+from mindspeed.compare.digest import Elements, bits
 from mindspeed.compare.forced import ForcedValues, Replace
 from mindspeed.compare.megatron_modules import flattened
-from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks
+from mindspeed.compare.megatron_places import MicroBatchRows, RankColumns, Ranks
 from mindspeed.compare.names import Name
 from mindspeed.compare.noise import Noise
-from mindspeed.compare.recorder import Recorder
+from mindspeed.compare.recorder import RunRecorder
 from mindspeed.compare.scales import gradient_scale
 from mindspeed.instruments.instrument import in_backward
 
@@ -47,7 +47,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """A call of a module.
 
     Attributes:
@@ -74,7 +74,7 @@ class MegatronTensors:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: RunRecorder,
         what: Collection[str],
         micro_batches: Collection[int],
         noise: Noise | None,
@@ -98,10 +98,10 @@ class MegatronTensors:
 
     def add(
         self,
-        call: Call,
+        call: ModuleCall,
         what: str,
         x: torch.Tensor,
-        columns: Columns,
+        columns: RankColumns,
         reduction: int,
         loss: bool = False,
     ) -> torch.Tensor | None:
@@ -162,7 +162,9 @@ class MegatronTensors:
             self._hook_gradient(target, call, what, place, reduction, loss)
         return result
 
-    def _compare_recomputed(self, call: Call, what: str, x: torch.Tensor, again: bool) -> None:
+    def _compare_recomputed(
+        self, call: ModuleCall, what: str, x: torch.Tensor, again: bool
+    ) -> None:
         """Compare a tensor that is computed again with what the forward has made, in bits."""
         if again and what in call.bits:
             different = bits(x) != call.bits.pop(what)
@@ -172,11 +174,11 @@ class MegatronTensors:
 
     def _forced_value(
         self,
-        call: Call,
+        call: ModuleCall,
         what: str,
         x: torch.Tensor,
         value: torch.Tensor,
-        place: Place,
+        place: Elements,
         reduction: int,
     ) -> torch.Tensor:
         """The value of the other run, perturbed in a run with noise, in the place of ``x``."""
@@ -189,7 +191,13 @@ class MegatronTensors:
         return Replace.apply(x, value) if x.requires_grad else value
 
     def _replacement(
-        self, call: Call, what: str, when: str, x: torch.Tensor, place: Place, loss: bool
+        self,
+        call: ModuleCall,
+        what: str,
+        when: str,
+        x: torch.Tensor,
+        place: Elements,
+        loss: bool,
     ) -> torch.Tensor | None:
         """The value of the other run for a tensor or a gradient, in its shape."""
         step = self._recorder.step
@@ -212,9 +220,9 @@ class MegatronTensors:
     def _hook_gradient(
         self,
         x: torch.Tensor,
-        call: Call,
+        call: ModuleCall,
         what: str,
-        place: Place,
+        place: Elements,
         reduction: int,
         loss: bool,
     ) -> None:
@@ -246,7 +254,7 @@ class MegatronTensors:
         module: str,
         what: str,
         flat: torch.Tensor,
-        place: Place,
+        place: Elements,
         reduction: int = 1,
         exactly: bool = False,
     ) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import Place, whole
+from mindspeed.compare.digest import Elements, whole
 from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.megatron_modules import is_fsdp
 from mindspeed.compare.megatron_optimizer import Owned, fsdp_places, fsdp_shards, owned, states
-from mindspeed.compare.megatron_places import Columns, RowsOf, parameter_places, rectangles
+from mindspeed.compare.megatron_places import RankColumns, RowsOf, parameter_places, rectangles
 from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
 from mindspeed.compare.noise import Noise
-from mindspeed.compare.recorder import Recorder
+from mindspeed.compare.recorder import RunRecorder
 
 _EXPERT = re.compile(
     r"\.experts\.(?:local_experts\.(?P<single>\d+)\.(?P<layer>linear_fc\d)\.\w+"
@@ -60,12 +60,12 @@ class MegatronWeights:
         noise: Perturbs reduced gradients; None in runs that are to be trusted.
     """
 
-    def __init__(self, recorder: Recorder, what: Collection[str], noise: Noise | None) -> None:
+    def __init__(self, recorder: RunRecorder, what: Collection[str], noise: Noise | None) -> None:
         self._recorder, self._what, self._noise = recorder, frozenset(what), noise
         self._forced: ForcedValues | None = None
         self._chunks: list[NamedChunk] = []
-        self._places: dict[int, dict[str, Place]] = {}
-        self._rectangles: dict[tuple[Place, int, int], list[tuple[int, int, Place]]] = {}
+        self._places: dict[int, dict[str, Elements]] = {}
+        self._rectangles: dict[tuple[Elements, int, int], list[tuple[int, int, Elements]]] = {}
 
     def begin(self, chunks: list[Any], forced: ForcedValues | None) -> None:
         """Begin a step: record the weights.
@@ -88,7 +88,7 @@ class MegatronWeights:
             self._complete_parameters()
             self._weights("begin", "weight", _weights(chunks))
 
-    def columns(self, chunk: NamedChunk, path: str) -> Columns | None:
+    def columns(self, chunk: NamedChunk, path: str) -> RankColumns | None:
         """The columns of a product in the order of its weight's rows.
 
         Args:
@@ -147,7 +147,7 @@ class MegatronWeights:
         module: str,
         what: str,
         value: torch.Tensor,
-        place: Place,
+        place: Elements,
         start: int = 0,
         reduction: int = 1,
     ) -> None:
@@ -158,7 +158,7 @@ class MegatronWeights:
                 NO_MICRO_BATCH, when, module, what, part, own, reduction, exactly=when == "begin"
             )
 
-    def _parts(self, place: Place, start: int, end: int) -> list[tuple[int, int, Place]]:
+    def _parts(self, place: Elements, start: int, end: int) -> list[tuple[int, int, Elements]]:
         """The rectangles of a range, whose signs are those of all kinds of tensors in a step."""
         key = place, start, end
         if key not in self._rectangles:
@@ -166,7 +166,7 @@ class MegatronWeights:
         return self._rectangles[key]
 
     def _force_gradient(
-        self, module: str, what: str, own: torch.Tensor, place: Place, start: int
+        self, module: str, what: str, own: torch.Tensor, place: Elements, start: int
     ) -> None:
         """Replace the reduced gradient of a weight, before the optimizer sees it."""
         step, forced = self._recorder.step, self._forced

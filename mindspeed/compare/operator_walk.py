@@ -24,7 +24,7 @@ import torch
 from mindspeed.compare.digest import NOT_FINITE, SKETCHES, SQUARES, SUM
 from mindspeed.compare.names import Name
 from mindspeed.compare.noise import UNIT, amplitude
-from mindspeed.compare.operators import Operator
+from mindspeed.compare.operators import OperatorCall
 from mindspeed.compare.rank_files import read_lines, read_tensors
 
 _LIMIT = 6.0
@@ -42,7 +42,7 @@ class OperatorResult:
         exact: Exact digest of each result.
     """
 
-    operator: Operator
+    operator: OperatorCall
     digests: torch.Tensor | None
     exact: tuple[int, ...]
 
@@ -63,8 +63,8 @@ class OperatorFinding:
     """
 
     call: Name
-    a: Operator | None
-    b: Operator | None
+    a: OperatorCall | None
+    b: OperatorCall | None
     error: float
     ranks: tuple[int, ...]
     equal: int
@@ -96,12 +96,12 @@ def read(directory: Path) -> Sequences:
     return dict(found)
 
 
-def _operator(line: Mapping[str, Any], places: list[tuple[Name, int]]) -> Operator:
+def _operator(line: Mapping[str, Any], places: list[tuple[Name, int]]) -> OperatorCall:
     """An operator whose inputs have their numbers in its own call."""
     call = Name(*line["call"])
     shapes = tuple(tuple(shape) for shape in line["results"])
     inputs = tuple(at for own, at in (places[one] for one in line["inputs"]) if own == call)
-    return Operator(**{**line, "call": call, "results": shapes, "inputs": inputs})
+    return OperatorCall(**{**line, "call": call, "results": shapes, "inputs": inputs})
 
 
 def first_difference(
@@ -215,12 +215,12 @@ def _walk(
     return None
 
 
-def _text(one: Operator) -> str:
+def _text(one: OperatorCall) -> str:
     return f"{one.name}({one.arguments})" + (f" at {one.where}" if one.where else "")
 
 
 def _limit(
-    own: Operator, levels: Sequence[_Aligned], i: int, before: int, entering: float
+    own: OperatorCall, levels: Sequence[_Aligned], i: int, before: int, entering: float
 ) -> float:
     """How far rounding moves a result."""
     measured = [error for level in levels if (error := level.error(i)) is not None]
@@ -249,11 +249,11 @@ class _Aligned:
         self._partner = {i: j for i, j in self.pairs if i is not None and j is not None}
         self.counts = len(a[0]), len(b[0])
 
-    def a(self, i: int) -> Operator:
+    def a(self, i: int) -> OperatorCall:
         """An operator of A."""
         return self._a[0][i].operator
 
-    def b(self, j: int | None) -> Operator:
+    def b(self, j: int | None) -> OperatorCall:
         """An operator of B."""
         return self._b[0][j or 0].operator
 
@@ -281,7 +281,7 @@ class _Aligned:
         return _error([own[i] for own in self._a], [own[j] for own in self._b])
 
 
-def _key(operator: Operator, shapes: bool) -> tuple[Any, ...]:
+def _key(operator: OperatorCall, shapes: bool) -> tuple[Any, ...]:
     return (operator.name, operator.results) if shapes else (operator.name,)
 
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.compare import rank_files
-from mindspeed.compare.digest import Place, digest_and_exact, whole
+from mindspeed.compare.digest import Elements, digest_and_exact, whole
 from mindspeed.compare.names import Name
 from mindspeed.device import wrapped_tensors
 
@@ -39,7 +39,7 @@ _NO_CALLERS = (os.path.dirname(torch.__file__), os.path.dirname(wrapped_tensors.
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorCall:
     """A call of an operator.
 
     Attributes:
@@ -120,7 +120,7 @@ class OperatorRecorder(TorchDispatchMode):
     def __init__(self, step: int) -> None:
         super().__init__()
         self.step = step
-        self.operators: list[Operator] = []
+        self.operators: list[OperatorCall] = []
         self._digests: list[torch.Tensor] = []
         self._exact: list[torch.Tensor] = []
         self._active: list[tuple[ModuleCall, bool, dict[int, str]]] = []
@@ -220,7 +220,7 @@ class OperatorRecorder(TorchDispatchMode):
         arguments = ", ".join(map(_described, given))
         self._writers.update({_storage(one): len(self.operators) for one in tensors})
         self.operators.append(
-            Operator(call, name, arguments, shapes, dtype, where, first, length, inputs)
+            OperatorCall(call, name, arguments, shapes, dtype, where, first, length, inputs)
         )
         if first is not None:
             for one in tensors:
@@ -308,7 +308,7 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def _flat(x: torch.Tensor) -> tuple[torch.Tensor, Place]:
+def _flat(x: torch.Tensor) -> tuple[torch.Tensor, Elements]:
     """``[rows, columns]`` of any tensor ``[...]``, and its place: the rank has all of it."""
     x = torch.view_as_real(x) if x.is_complex() else x
     x = x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(1, -1)
@@ -316,5 +316,5 @@ def _flat(x: torch.Tensor) -> tuple[torch.Tensor, Place]:
 
 
 @functools.lru_cache(maxsize=256)
-def _whole(rows: int, columns: int) -> Place:
+def _whole(rows: int, columns: int) -> Elements:
     return whole(rows, columns)

@@ -13,7 +13,7 @@ from mindspeed.compare.digest import sample_of
 from mindspeed.compare.names import layer_of
 from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recording
-from mindspeed.compare.verdicts import Row
+from mindspeed.compare.verdicts import ComparedTensor
 from mindspeed.compare.walk import Result
 
 _ARGUMENTS = 12
@@ -90,7 +90,7 @@ def _verdict(result: Result) -> Iterator[str]:
         yield f"  and {more} more (--json has all)"
 
 
-def _samples(row: Row) -> Iterator[str]:
+def _samples(row: ComparedTensor) -> Iterator[str]:
     """Some values of both runs, those that are farthest apart, where both have sampled them."""
     a, b = row.a.samples, row.b.samples
     if a is None or b is None:
@@ -149,7 +149,7 @@ def _collectives(found: Collectives) -> Iterator[str]:
 
 def _table(result: Result) -> Iterator[str]:
     """Relative error by layer: the largest of its tensors; * where it is more than rounding."""
-    cells: defaultdict[str, dict[str, Row]] = defaultdict(dict)
+    cells: defaultdict[str, dict[str, ComparedTensor]] = defaultdict(dict)
     for row in result.rows:
         layer = layer_of(row.name.module)
         place = f"layer {layer}" if layer is not None else row.name.module.split(".")[-1]
@@ -173,7 +173,7 @@ def _by_layer(place: str) -> tuple[int, int, str]:
     return (0 if first else 2), 0, place
 
 
-def _cell(row: Row | None) -> str:
+def _cell(row: ComparedTensor | None) -> str:
     if row is None:
         return "-"
     error = row.difference.error

@@ -27,7 +27,7 @@ from mindspeed.compare.digest import (
     NOT_FINITE,
     SAMPLES,
     WIDTH,
-    Place,
+    Elements,
     digest,
     digest_and_exact,
 )
@@ -66,7 +66,7 @@ class Piece:
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """What a rank records in one step."""
 
     number: int
@@ -82,7 +82,7 @@ class Step:
     random: dict[str, str] = field(default_factory=dict)
 
 
-class Recorder:
+class RunRecorder:
     """Records steps of a rank.
 
     Args:
@@ -95,11 +95,11 @@ class Recorder:
     def __init__(self, directory: Path, rank: int, ranks: int, level: str = "summary") -> None:
         self._directory, self._rank, self._ranks = directory, rank, ranks
         self._values, self._samples = level == "full", level != "summary"
-        self.step: Step | None = None
+        self.step: RecordedStep | None = None
 
-    def begin(self, number: int) -> Step:
+    def begin(self, number: int) -> RecordedStep:
         """Begin a step."""
-        self.step = Step(number)
+        self.step = RecordedStep(number)
         return self.step
 
     def add(
@@ -109,7 +109,7 @@ class Recorder:
         module: str,
         what: str,
         x: torch.Tensor,
-        place: Place,
+        place: Elements,
         reduction: int = 1,
         *,
         exactly: bool = False,
@@ -147,7 +147,7 @@ class Recorder:
         step.pieces.append(piece)
 
     def add_counts(
-        self, micro_batch: int, module: str, what: str, counts: torch.Tensor, place: Place
+        self, micro_batch: int, module: str, what: str, counts: torch.Tensor, place: Elements
     ) -> None:
         """Record numbers that add over shards, in the form of a digest.
 
@@ -198,7 +198,7 @@ class Recorder:
         if step is not None:
             self._write(step)
 
-    def _write(self, step: Step) -> None:
+    def _write(self, step: RecordedStep) -> None:
         tensors = {"exact": torch.zeros(len(step.pieces), dtype=torch.int64)}
         if step.digests:
             tensors["digests"] = torch.stack(step.digests).double().cpu()

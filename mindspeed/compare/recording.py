@@ -20,7 +20,7 @@ from mindspeed.compare.digest import LARGEST, NOT_FINITE, SKETCHES, SQUARES
 from mindspeed.compare.names import NO_MICRO_BATCH, PASSES, Name, depth
 from mindspeed.compare.rank_files import damaged, read_tensors
 from mindspeed.compare.recorder import FORMAT
-from mindspeed.compare.scales import TokenCounts
+from mindspeed.compare.scales import LossTokens
 from mindspeed.errors import DataError
 from mindspeed.parsing import decode_json
 
@@ -242,7 +242,7 @@ def _rank(path: Path) -> _Rank:
 
 def _step(number: int, ranks: list[_Rank]) -> dict[Name, Recorded]:
     """The tensors of a step, in its order."""
-    tokens = TokenCounts(rank.header for rank in ranks)
+    tokens = LossTokens(rank.header for rank in ranks)
     order: dict[tuple[str, str, str], int] = {}
     parts: defaultdict[Name, dict[str, list[tuple[int, int]]]] = defaultdict(dict)
     for index, rank in enumerate(ranks):
@@ -272,7 +272,7 @@ def _order(name: Name, order: Mapping[tuple[str, str, str], int]) -> tuple[int, 
 
 
 def _whole(
-    name: Name, places: Mapping[str, list[tuple[int, int]]], ranks: list[_Rank], tokens: TokenCounts
+    name: Name, places: Mapping[str, list[tuple[int, int]]], ranks: list[_Rank], tokens: LossTokens
 ) -> Recorded:
     total, exact, count, samples = None, 0, 0, None
     taken, differing, partial = True, [], False
@@ -348,7 +348,7 @@ def _other_copies(copies: list[tuple[int, int]], ranks: list[_Rank]) -> list[int
     return [ranks[first].header["rank"], *others] if others else []
 
 
-def _scale_of(name: Name, rank: _Rank, tokens: TokenCounts) -> float:
+def _scale_of(name: Name, rank: _Rank, tokens: LossTokens) -> float:
     """What a tensor of a rank is divided by."""
     if name.micro_batch == NO_MICRO_BATCH:
         scale: float = rank.header["scalars"]["loss_scale"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import BLOCKS, SKETCHES, WIDTH, Place
+from mindspeed.compare.digest import BLOCKS, SKETCHES, WIDTH, Elements
 from mindspeed.compare.names import Name
 from mindspeed.compare.recording import Recorded, Recording
 
@@ -25,7 +25,7 @@ _BIN = 1.5  # powers of two that a bin spans
 _WITHIN = 8.0  # of the rms error of logits: what the largest of many errors is below
 
 
-def counted(scores: torch.Tensor, chosen: torch.Tensor, place: Place) -> torch.Tensor:
+def counted(scores: torch.Tensor, chosen: torch.Tensor, place: Elements) -> torch.Tensor:
     """Tokens by block and by gap, in the form of a digest, which adds over shards.
 
     Args:

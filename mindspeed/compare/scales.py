@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-class TokenCounts:
+class LossTokens:
     """Tokens of each micro-batch in the loss, by context-parallel rank.
 
     Args:

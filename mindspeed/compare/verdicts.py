@@ -12,7 +12,7 @@ from mindspeed.compare.routing import moved
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedTensor:
     """A compared tensor.
 
     Attributes:
@@ -44,7 +44,7 @@ _OF_OPTIMIZER = {
 }
 
 
-def verdict(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str:
+def verdict(rows: Sequence[ComparedTensor], index: int, a: Recording, b: Recording) -> str:
     """Say where the fault is.
 
     Args:
@@ -61,7 +61,7 @@ def verdict(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str:
     return f"{count} values of {run} are NaN or infinite; {_of_name(rows, index, a, b)}"
 
 
-def of_copies(row: Row) -> str:
+def of_copies(row: ComparedTensor) -> str:
     """What ranks that hold other copies of a tensor lack."""
     run, ranks = ("A", row.a.copies) if row.a.copies else ("B", row.b.copies)
     others = ", ".join(map(str, ranks[1:]))
@@ -71,7 +71,7 @@ def of_copies(row: Row) -> str:
     )
 
 
-def enters(rows: Sequence[Row], index: int) -> tuple[str, ...]:
+def enters(rows: Sequence[ComparedTensor], index: int) -> tuple[str, ...]:
     """What a tensor is computed from, and how it compares."""
     name = rows[index].name
     before = [
@@ -94,7 +94,7 @@ def enters(rows: Sequence[Row], index: int) -> tuple[str, ...]:
     )
 
 
-def equality(row: Row) -> str:
+def equality(row: ComparedTensor) -> str:
     """How a pair compares, in words."""
     if row.difference.differs:
         return f"DIFFERS by {row.difference.error:.2g}"
@@ -103,7 +103,7 @@ def equality(row: Row) -> str:
     return f"equal within rounding ({row.difference.error:.1e})"
 
 
-def _of_name(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str:
+def _of_name(rows: Sequence[ComparedTensor], index: int, a: Recording, b: Recording) -> str:
     row = rows[index]
     name = row.name
     if name.module == "data":
@@ -135,7 +135,7 @@ def _of_name(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str
     return "the optimizer's states: its decay rates, or what was loaded"
 
 
-def _of_forward(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str:
+def _of_forward(rows: Sequence[ComparedTensor], index: int, a: Recording, b: Recording) -> str:
     name = rows[index].name
     if _weight_differs(rows, name):
         return f"its weight differs: see {name.module}"
@@ -150,7 +150,7 @@ def _of_forward(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> 
     return "this operator" + _communication(name, a, b)
 
 
-def _of_experts(row: Row) -> str:
+def _of_experts(row: ComparedTensor) -> str:
     """Experts whose rows differ."""
     apart = squared_distances(row.a, row.b)
     wrong = (apart > 0.01 * apart.max()).nonzero().view(-1).tolist()
@@ -163,15 +163,15 @@ def _of_experts(row: Row) -> str:
     return f"the computation {where}"
 
 
-def _choice_differs(rows: Sequence[Row], name: Name) -> bool:
+def _choice_differs(rows: Sequence[ComparedTensor], name: Name) -> bool:
     return any(row.difference.differs for row in _choices(rows, name))
 
 
-def _choices(rows: Sequence[Row], name: Name) -> list[Row]:
+def _choices(rows: Sequence[ComparedTensor], name: Name) -> list[ComparedTensor]:
     return [row for row in rows if row.name == name._replace(what="choice")]
 
 
-def _of_choice(rows: Sequence[Row], name: Name) -> str:
+def _of_choice(rows: Sequence[ComparedTensor], name: Name) -> str:
     [row] = _choices(rows, name)
     tokens = max(1, round(float(moved(row.a, row.b).sum())))
     return (
@@ -193,7 +193,7 @@ def _communication(name: Name, a: Recording, b: Recording) -> str:
     return f", or {' or '.join(found)}" if found else ""
 
 
-def _weight_differs(rows: Sequence[Row], name: Name) -> bool:
+def _weight_differs(rows: Sequence[ComparedTensor], name: Name) -> bool:
     return any(
         row.name.when == "begin" and row.name.step == name.step and row.name.module == name.module
         for row in rows
@@ -201,7 +201,7 @@ def _weight_differs(rows: Sequence[Row], name: Name) -> bool:
     )
 
 
-def _of_gradients(rows: Sequence[Row], index: int) -> str:
+def _of_gradients(rows: Sequence[ComparedTensor], index: int) -> str:
     """All activations and their gradients are equal, and a weight's is not."""
     name, scale = rows[index].name, rows[index].difference.scale
     same = [

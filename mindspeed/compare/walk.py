@@ -23,7 +23,7 @@ from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recorded, Recording
 from mindspeed.compare.rounding import Difference, NoiseLevels, difference, exactly
 from mindspeed.compare.routing import GAPS, Moved, close, moved
-from mindspeed.compare.verdicts import Row
+from mindspeed.compare.verdicts import ComparedTensor
 from mindspeed.errors import DataError
 
 
@@ -40,7 +40,7 @@ class Finding:
 
     name: Name
     verdict: str
-    row: Row | None = None
+    row: ComparedTensor | None = None
     enters: tuple[str, ...] = ()
 
 
@@ -61,7 +61,7 @@ class Result:
         collectives: What is wrong with those of either run.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ComparedTensor] = field(default_factory=list)
     first: Finding | None = None
     before: list[str] = field(default_factory=list)
     only: dict[str, list[str]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ def _with_collective(first: Finding, result: Result) -> Finding:
 
 def _rows(
     a: Recording, b: Recording, tensors: Mapping[Name, Recorded], levels: NoiseLevels
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[ComparedTensor], list[str]]:
     """All pairs of tensors, and which choices of experts rounding explains."""
     first_step = min(a.steps)
     clipped = _clipped(a, b)
@@ -183,7 +183,7 @@ def _rows(
             continue
         exact = exactly(name, first_step)
         found = difference(own, other, levels, exact, clipped.get(name.step, 0.0))
-        rows.append(Row(own, other, found))
+        rows.append(ComparedTensor(own, other, found))
     return rows, ties
 
 
@@ -196,7 +196,7 @@ def _clipped(a: Recording, b: Recording) -> dict[int, float]:
     return found
 
 
-def _losses(a: Recording, b: Recording, levels: NoiseLevels) -> list[Row]:
+def _losses(a: Recording, b: Recording, levels: NoiseLevels) -> list[ComparedTensor]:
     """The mean loss of each step, of runs with other micro-batches."""
     rows = []
     for step in a.steps:
@@ -207,7 +207,7 @@ def _losses(a: Recording, b: Recording, levels: NoiseLevels) -> list[Row]:
         level, error = levels.of(each)["whole"], abs(there.norm / here.norm - 1)
         ratios = {"whole": error / level, "block": 0.0, "norm": 0.0}
         found = Difference(error, ratios, levels.limits["whole"] * level, 1.0, levels.limits)
-        rows.append(Row(here, there, found))
+        rows.append(ComparedTensor(here, there, found))
     return rows
 
 
@@ -276,7 +276,7 @@ def entering(result: Result) -> float:
     return max((row.difference.error for row in rows), default=0.0)
 
 
-def _nothing_follows(rows: Sequence[Row], index: int) -> bool:
+def _nothing_follows(rows: Sequence[ComparedTensor], index: int) -> bool:
     """Whether no tensor of another module differs after this one."""
     name = rows[index].name
     after = [row for row in rows[index + 1 :] if row.name.module != name.module]

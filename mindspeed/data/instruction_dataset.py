@@ -28,7 +28,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from mindspeed.data import packing
-from mindspeed.data.loss_mask import CONVERSATION_KEYS, IGNORED, Sample
+from mindspeed.data.loss_mask import CONVERSATION_KEYS, IGNORED, TokenizedConversation
 from mindspeed.errors import DataError
 
 Item = dict[str, torch.Tensor]
@@ -79,8 +79,8 @@ class InstructionFiles:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(self._parts["input_ids"][index], self._parts["labels"][index])
+    def __getitem__(self, index: int) -> TokenizedConversation:
+        return TokenizedConversation(self._parts["input_ids"][index], self._parts["labels"][index])
 
 
 def part_prefixes(prefix: str) -> list[str]:
@@ -211,12 +211,12 @@ class InstructionDataset(MegatronDataset):
             epoch += 1
         return sequences
 
-    def _sample(self, index: int) -> Sample:
+    def _sample(self, index: int) -> TokenizedConversation:
         return self._checked(self.dataset[int(index)], index).fit(
             self._capacity + self._label_offset
         )
 
-    def _checked(self, sample: Sample, index: int) -> Sample:
+    def _checked(self, sample: TokenizedConversation, index: int) -> TokenizedConversation:
         """A sample whose ids are in the vocabulary."""
         largest = int(sample.ids.max())
         if largest >= self.config.vocab_size:
@@ -227,7 +227,7 @@ class InstructionDataset(MegatronDataset):
             )
         return sample
 
-    def _item(self, samples: list[Sample]) -> Item:
+    def _item(self, samples: list[TokenizedConversation]) -> Item:
         no_label = np.full(1 - self._label_offset, IGNORED, np.int32)
         lengths = [len(sample.ids) - self._label_offset for sample in samples]
         tokens = np.concatenate([s.ids[:n] for s, n in zip(samples, lengths, strict=True)])

@@ -29,7 +29,7 @@ CONVERSATION_KEYS = ("input_ids", "attention_mask", "labels")  # one data set ea
 
 
 @dataclass(frozen=True)
-class Sample:
+class TokenizedConversation:
     """One tokenized conversation.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sample:
         """Number of labels to train on."""
         return int(np.count_nonzero(self.labels[1:] != IGNORED))
 
-    def fit(self, limit: int) -> Sample:
+    def fit(self, limit: int) -> TokenizedConversation:
         """Truncate to ``limit`` ids: first the start of the prompt, then the end of the answer."""
         excess = len(self.ids) - limit
         if excess <= 0:
@@ -58,11 +58,11 @@ class Sample:
         trained = np.flatnonzero(self.labels != IGNORED)
         prompt = int(trained[0]) if trained.size else 0
         kept = slice(min(excess, max(prompt - 1, 0)), None)
-        return Sample(self.ids[kept][:limit], self.labels[kept][:limit])
+        return TokenizedConversation(self.ids[kept][:limit], self.labels[kept][:limit])
 
-    def keep_start(self, limit: int | None) -> Sample:
+    def keep_start(self, limit: int | None) -> TokenizedConversation:
         """The first ``limit`` ids."""
-        return Sample(self.ids[:limit], self.labels[:limit])
+        return TokenizedConversation(self.ids[:limit], self.labels[:limit])
 
 
 def select(
@@ -113,7 +113,7 @@ def encode(
     special: Sequence[str] = (),
     plain: bool = False,
     boundary: str = "exact",
-) -> list[Sample]:
+) -> list[TokenizedConversation]:
     """Tokenize rendered conversations and compute their labels.
 
     Args:
@@ -135,7 +135,7 @@ def encode(
             labels = _legacy_labels(tokenizer, rendered, ids, plain)
         else:
             labels = _labels(tokenizer, rendered, ids, offsets)
-        samples.append(Sample(ids, labels))
+        samples.append(TokenizedConversation(ids, labels))
     return samples
 
 

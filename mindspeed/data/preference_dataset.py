@@ -32,7 +32,7 @@ from mindspeed.data.instruction_dataset import (
     Item,
     part_prefixes,
 )
-from mindspeed.data.loss_mask import IGNORED, Sample
+from mindspeed.data.loss_mask import IGNORED, TokenizedConversation
 from mindspeed.errors import DataError
 
 VALUES = "values"
@@ -84,7 +84,7 @@ class PreferenceFiles(InstructionFiles):
     def __len__(self) -> int:
         return len(self.values)
 
-    def pair(self, index: int) -> tuple[Sample, Sample]:
+    def pair(self, index: int) -> tuple[TokenizedConversation, TokenizedConversation]:
         """The chosen and the rejected answer of a pair, with their prompt."""
         return super().__getitem__(2 * index), super().__getitem__(2 * index + 1)
 
@@ -145,7 +145,7 @@ class PreferenceDataset(InstructionDataset):
             + (", or train without --pack-sequences" * self.config.pack)
         )
 
-    def _pair(self, index: int) -> list[Sample]:
+    def _pair(self, index: int) -> list[TokenizedConversation]:
         index = int(index)
         return [
             self._checked(sample, index).keep_start(int(length) + self._label_offset)

@@ -23,7 +23,7 @@ import numpy as np
 
 from mindspeed.data.chat_template import Rendered
 from mindspeed.data.file_formats import RecordBlock
-from mindspeed.data.loss_mask import IGNORED, Sample
+from mindspeed.data.loss_mask import IGNORED, TokenizedConversation
 from mindspeed.data.preferences import Preference
 from mindspeed.data.reasoning import has_reasoning
 from mindspeed.data.record_encoders import (
@@ -61,10 +61,12 @@ class PreferenceEncoder(ConversationEncoder):
             documents = self._with_other_answers(documents)
         return self._encoded(documents, np.array(values, np.float32), counts, block.size)
 
-    def _is_long(self, sample: Sample) -> bool:
+    def _is_long(self, sample: TokenizedConversation) -> bool:
         return self._limit is not None and len(sample.ids) > self._limit
 
-    def _with_other_answers(self, documents: list[list[Sample]]) -> list[list[Sample]]:
+    def _with_other_answers(
+        self, documents: list[list[TokenizedConversation]]
+    ) -> list[list[TokenizedConversation]]:
         """Add to each prompt the answer to the prompt before it, the last one's to the first.
 
         Their mean log-ratio is the reference point of KTO; TRL takes them from a batch.
@@ -75,12 +77,18 @@ class PreferenceEncoder(ConversationEncoder):
             (other,) = documents[index - 1]
             ids = [one.ids[: firsts[index]], other.ids[firsts[index - 1] :]]
             labels = [one.labels[: firsts[index]], other.labels[firsts[index - 1] :]]
-            joined = Sample(np.concatenate(ids), np.concatenate(labels)).keep_start(self._limit)
+            joined = TokenizedConversation(np.concatenate(ids), np.concatenate(labels)).keep_start(
+                self._limit
+            )
             found.append([one, joined])
         return found
 
     def _encoded(
-        self, documents: list[list[Sample]], values: np.ndarray, counts: Counts, size: int
+        self,
+        documents: list[list[TokenizedConversation]],
+        values: np.ndarray,
+        counts: Counts,
+        size: int,
     ) -> Encoded:
         counts.documents = len(documents)
         tokens, lengths = concatenated(list(chain.from_iterable(documents)), counts)

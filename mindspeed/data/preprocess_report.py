@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from mindspeed.data.loss_mask import IGNORED, Sample
+from mindspeed.data.loss_mask import IGNORED, TokenizedConversation
 from mindspeed.data.preprocess import PreprocessReport, preprocess
 from mindspeed.data.preprocess import Progress as Totals
 from mindspeed.data.preprocess_options import PreprocessOptions
@@ -109,7 +109,7 @@ MOST_CHARACTERS = 2000
 """Longer samples are shown without their middle."""
 
 
-def decoded(sample: Sample, tokenizer: TextTokenizer) -> Text:
+def decoded(sample: TokenizedConversation, tokenizer: TextTokenizer) -> Text:
     """The text of a sample; tokens with a label have the style :data:`TRAINED`."""
     trained = sample.labels != IGNORED
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
@@ -133,7 +133,7 @@ def _text(ids: list[int], tokenizer: TextTokenizer) -> str:
 
 
 def print_samples(
-    samples: list[Sample],
+    samples: list[TokenizedConversation],
     tokenizer: TextTokenizer,
     console: Console,
     first: int = 1,

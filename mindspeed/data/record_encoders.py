@@ -20,7 +20,7 @@ import numpy as np
 from mindspeed.data import handlers, templates
 from mindspeed.data.chat_template import ChangedAnswerError, ChatTemplate, Rendered, Tools
 from mindspeed.data.file_formats import RecordBlock
-from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
+from mindspeed.data.loss_mask import IGNORED, TokenizedConversation, encode, select
 from mindspeed.data.messages import remarks_on
 from mindspeed.data.preprocess_options import PreprocessOptions
 from mindspeed.data.record_fields import RecordFields, unused_column, unused_columns
@@ -246,7 +246,7 @@ class ConversationEncoder:
         last = options.train_on == "last"
         return select(rendered, trained, last=last, inputs=options.train_on_inputs)
 
-    def _encode(self, conversations: list[Rendered]) -> list[Sample]:
+    def _encode(self, conversations: list[Rendered]) -> list[TokenizedConversation]:
         samples = encode(
             self.tokenizer,
             conversations,
@@ -260,11 +260,13 @@ class ConversationEncoder:
         return [
             sample
             if sample.ids[-1:] == eod  # of the chat template or the tokenizer
-            else Sample(np.append(sample.ids, eod), np.append(sample.labels, eod))
+            else TokenizedConversation(np.append(sample.ids, eod), np.append(sample.labels, eod))
             for sample in samples
         ]
 
-    def _truncate(self, one: _Conversation, sample: Sample, counts: Counts) -> Sample:
+    def _truncate(
+        self, one: _Conversation, sample: TokenizedConversation, counts: Counts
+    ) -> TokenizedConversation:
         """Truncate to the sequence length: drop the oldest turns first, then the prompt's start."""
         if self._limit is None or len(sample.ids) <= self._limit:
             return sample
@@ -285,7 +287,9 @@ class _Conversation:
     rendered: Rendered
 
 
-def concatenated(samples: list[Sample], counts: Counts) -> tuple[list[np.ndarray], np.ndarray]:
+def concatenated(
+    samples: list[TokenizedConversation], counts: Counts
+) -> tuple[list[np.ndarray], np.ndarray]:
     """The aligned data sets of samples, all sequences concatenated; counts their tokens.
 
     Returns:

@@ -62,7 +62,7 @@ NAMES = tuple(dict.fromkeys([*_NAMES.values(), "inter_ep_dp"]))
 
 
 @dataclass(frozen=True)
-class GroupTraffic:
+class LargestCalls:
     """The sizes that determine the largest call of each group.
 
     Attributes:
@@ -93,7 +93,7 @@ class GroupTraffic:
     expert_factor: float | None = None
 
 
-def adaptive_buffers(traffic: GroupTraffic) -> dict[str, int]:
+def adaptive_buffers(traffic: LargestCalls) -> dict[str, int]:
     """MB of one buffer of each group whose traffic is known (table above)."""
     t, p = traffic, traffic.tensor_parallel
     token = t.tokens * t.samples * t.element

@@ -340,7 +340,7 @@ class Switches:
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowField:
     """Sliding-window attention.
 
     Hugging Face counts the token itself, Megatron the keys to its left.

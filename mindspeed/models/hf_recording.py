@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from mindspeed.compare.digest import whole
 from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
-from mindspeed.compare.recorder import Recorder, write_job
+from mindspeed.compare.recorder import RunRecorder, write_job
 from mindspeed.compare.recording import Recording, data_of
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
@@ -70,7 +70,7 @@ def record(a: Recording, folder: Path, directory: Path) -> None:
     step = a.steps[0]
     _check(a)
     batches = _batches(a, step)
-    recorder = Recorder(directory, 0, 1)
+    recorder = RunRecorder(directory, 0, 1)
     write_job(directory, {**a.job, "load": str(folder), "transformers": _version()})
     own = recorder.begin(step)
     own.place = dict(_PLACE)
@@ -150,7 +150,7 @@ class _Run:
         folder: Of the model.
     """
 
-    def __init__(self, a: Recording, step: int, recorder: Recorder, folder: Path) -> None:
+    def __init__(self, a: Recording, step: int, recorder: RunRecorder, folder: Path) -> None:
         self._a, self._step, self._recorder = a, step, recorder
         self._count = a.scalars[step]["micro_batches"] * max(1, a.sizes.get("dp_size", 1))
         config = read_config(folder)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.events import EventKind, EventLog
 from mindspeed.spmd import Passes, Token, typed
 
 Computation = Callable[[], Sequence[torch.Tensor | None]]
@@ -59,7 +59,7 @@ class Anchor:
     def compute(self) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the placed weights, in their order."""
         if self._log is not None:
-            self._log.add("backward", Kind.COMPUTE, "weight_gradients")
+            self._log.add("backward", EventKind.COMPUTE, "weight_gradients")
         found: dict[int, torch.Tensor] = {}
         for weights, compute in self._waiting:
             for weight, grad in zip(weights, compute(), strict=True):

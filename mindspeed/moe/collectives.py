@@ -1,6 +1,6 @@
 """Collectives and their reverses, for :mod:`mindspeed.moe.split_phase`.
 
-Collectives of two groups that share one link can be chained (:class:`Link`): those of one group
+Collectives of two groups that share one link can be chained (:class:`BusyLink`): those of one group
 start when those of the other have ended, so neither takes bandwidth from the other, in both passes.
 
     link = Link()
@@ -217,7 +217,7 @@ def reduce_scatter(
 
 
 @dataclass(eq=False)
-class Link:
+class BusyLink:
     """The work in flight on one link.
 
     Attributes:
@@ -247,7 +247,7 @@ class Link:
 class _Chained:
     collective: Collective
     group: str
-    link: Link
+    link: BusyLink
 
     def typed(self) -> spmd.Collective:
         return self.collective.typed()

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
-from mindspeed.moe.costs import Message, StageCosts
+from mindspeed.moe.costs import PassMessage, StageCosts
 from mindspeed.moe.deepspeed.gate import Capacity
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch.choice import choice_of
@@ -271,7 +271,7 @@ def rates_of(
 ) -> Rates:
     """Rates over two links, of a node and between nodes, which carry their parts at once."""
 
-    def seconds(message: Message) -> float:
+    def seconds(message: PassMessage) -> float:
         copied = message.copied / bytes_per_second if bytes_per_second else 0.0
         within = inside.seconds((message.wire - message.between) * message.busiest)
         if not message.between:

@@ -33,7 +33,7 @@ PITCH = 16  # packed rows are as long as a multiple of it
 
 
 @dataclass(frozen=True)
-class Message:
+class PassMessage:
     """One communication of one pass.
 
     Attributes:
@@ -66,7 +66,7 @@ def exchange(
     *,
     distinct: bool = False,
     back: bool = False,
-) -> tuple[Message, Message]:
+) -> tuple[PassMessage, PassMessage]:
     """An all-to-all and its reverse.
 
     Args:
@@ -78,11 +78,11 @@ def exchange(
     sent = load.distinct_sent if distinct else load.sent
     received = load.distinct_received if distinct else load.received
 
-    def message(rows: tuple[float, ...]) -> Message:
+    def message(rows: tuple[float, ...]) -> PassMessage:
         own = sizes.node_of(load.rank)
         away = sum(n for peer, n in enumerate(rows) if sizes.node_of(peer) != own)
         other = sum(n for peer, n in enumerate(rows) if peer != load.rank)
-        return Message(
+        return PassMessage(
             name, "ep", "all_to_all", sum(rows) * row_bytes, other * row_bytes, away * row_bytes
         )
 
@@ -92,7 +92,7 @@ def exchange(
 
 def gathering(
     name: str, sizes: Sizes, group: str, ranks: int, nbytes: float, *, back: bool = False
-) -> tuple[Message, Message]:
+) -> tuple[PassMessage, PassMessage]:
     """An all-gather of ``nbytes`` of every rank and its reverse, a reduce-scatter.
 
     Args:
@@ -102,8 +102,8 @@ def gathering(
     nodes = 1 if sizes.node is None or group == "tp" else max(1, -(-ranks // sizes.node))
     sent = (ranks - 1) * nbytes
     between = sent * (ranks - ranks / nodes) / (ranks - 1) if ranks > 1 else 0.0
-    gather = Message(name, group, "all_gather", nbytes, sent, between)
-    scatter = Message(name, group, "reduce_scatter", ranks * nbytes, sent, between)
+    gather = PassMessage(name, group, "all_gather", nbytes, sent, between)
+    scatter = PassMessage(name, group, "reduce_scatter", ranks * nbytes, sent, between)
     return (scatter, gather) if back else (gather, scatter)
 
 
@@ -114,15 +114,15 @@ def packed_row(sizes: Sizes) -> int:
 
 def slice_gather(
     name: str, sizes: Sizes, load: Load, row_bytes: float, *, back: bool = False
-) -> tuple[Message, Message]:
+) -> tuple[PassMessage, PassMessage]:
     """Rows gathered from the ranks with other slices, and the sum over them, its reverse.
 
     Where the ranks have different numbers of rows, both are exchanges, with the same bytes.
     """
     own, every = load.slices[load.index] * row_bytes, load.rows * row_bytes
     op = "all_gather" if len(set(load.slices)) == 1 else "all_to_all"
-    gather = Message(name, "tp", op, own, (sizes.etp - 1) * own)
-    scatter = Message(name, "tp", "all_to_all", every, every - own)
+    gather = PassMessage(name, "tp", op, own, (sizes.etp - 1) * own)
+    scatter = PassMessage(name, "tp", "all_to_all", every, every - own)
     return (scatter, gather) if back else (gather, scatter)
 
 
@@ -131,7 +131,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
-class Work:
+class Computation:
     """FLOPs and bytes of a computation.
 
     Attributes:
@@ -142,11 +142,11 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
+    def __add__(self, other: Computation) -> Computation:
+        return Computation(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __mul__(self, factor: float) -> Work:
-        return Work(self.flops * factor, self.bytes * factor)
+    def __mul__(self, factor: float) -> Computation:
+        return Computation(self.flops * factor, self.bytes * factor)
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class StageCosts:
         logged: its name in the log, where that is another.
     """
 
-    forward: Work = Work()
-    backward: Work = Work()
-    messages: tuple[Message, ...] = ()
-    reverses: tuple[Message, ...] = ()
+    forward: Computation = Computation()
+    backward: Computation = Computation()
+    messages: tuple[PassMessage, ...] = ()
+    reverses: tuple[PassMessage, ...] = ()
     silent: tuple[str, ...] = ()
     logged: str = ""
 
@@ -180,7 +180,7 @@ def counting(sizes: Sizes) -> StageCosts:
 
 def routing(sizes: Sizes) -> StageCosts:
     """The product with the router's weight."""
-    work = Work(2.0 * sizes.tokens * sizes.hidden * sizes.experts)
+    work = Computation(2.0 * sizes.tokens * sizes.hidden * sizes.experts)
     return StageCosts(work, work * 2)
 
 
@@ -189,7 +189,7 @@ def shared_costs(sizes: Sizes) -> dict[str, StageCosts]:
     if not sizes.shared:
         return {}
     unit = 2.0 * sizes.tokens * sizes.hidden * sizes.shared
-    first, second = Work(unit * (2 if sizes.gated else 1)), Work(unit)
+    first, second = Computation(unit * (2 if sizes.gated else 1)), Computation(unit)
     return {
         "shared": StageCosts(first + second, (first + second) * 2),
         "shared_fc1": StageCosts(first, first * 2),
@@ -197,12 +197,12 @@ def shared_costs(sizes: Sizes) -> dict[str, StageCosts]:
     }
 
 
-def expert_work(sizes: Sizes, rows: float) -> tuple[Work, Work]:
+def expert_work(sizes: Sizes, rows: float) -> tuple[Computation, Computation]:
     """Forward products of the first and second linear layer of this rank's experts."""
     width = sizes.ffn / sizes.etp
     return (
-        Work(2.0 * rows * sizes.hidden * sizes.fc1),
-        Work(2.0 * rows * sizes.hidden * width),
+        Computation(2.0 * rows * sizes.hidden * sizes.fc1),
+        Computation(2.0 * rows * sizes.hidden * width),
     )
 
 
@@ -221,7 +221,7 @@ def expert_costs(sizes: Sizes, rows: float, *, anchored: bool) -> dict[str, Stag
 
 def moving(rows: float, sizes: Sizes) -> StageCosts:
     """Rows copied once in each pass: read and written."""
-    work = Work(bytes=2.0 * rows * sizes.row)
+    work = Computation(bytes=2.0 * rows * sizes.row)
     return StageCosts(work, work)
 
 
@@ -275,7 +275,7 @@ def in_eight_bits(costs: Mapping[str, StageCosts], sizes: Sizes, fp8: str) -> di
     """
     saved = sizes.row - quantized_bytes(sizes.hidden)
 
-    def shrunk(message: Message, row: int) -> Message:
+    def shrunk(message: PassMessage, row: int) -> PassMessage:
         part = 1 - saved / row
         return replace(
             message,
@@ -330,7 +330,7 @@ def all_gather(
     return costs
 
 
-def both_ways(pairs: Sequence[tuple[Message, Message]]) -> StageCosts:
+def both_ways(pairs: Sequence[tuple[PassMessage, PassMessage]]) -> StageCosts:
     """Messages that start together; their reverses start in the opposite order."""
     return StageCosts(
         messages=tuple(message for message, _ in pairs),

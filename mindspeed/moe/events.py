@@ -16,7 +16,7 @@ import torch
 from mindspeed.spmd import Passes, typed
 
 
-class Kind(enum.Enum):
+class EventKind(enum.Enum):
     START = ">"
     FINISH = "<"
     COMPUTE = ""
@@ -33,7 +33,7 @@ class Event:
     """
 
     phase: str
-    kind: Kind
+    kind: EventKind
     name: str
     chunk: int = 0
     bytes: int = 0
@@ -48,7 +48,7 @@ class EventLog:
 
     events: list[Event] = field(default_factory=list)
 
-    def add(self, phase: str, kind: Kind, name: str, chunk: int = 0, nbytes: int = 0) -> None:
+    def add(self, phase: str, kind: EventKind, name: str, chunk: int = 0, nbytes: int = 0) -> None:
         self.events.append(Event(phase, kind, name, chunk, nbytes))
 
     def of(self, phase: str) -> list[Event]:
@@ -56,17 +56,17 @@ class EventLog:
 
     def communications(self, phase: str) -> list[Event]:
         """The starts of communications in one pass."""
-        return [event for event in self.of(phase) if event.kind is Kind.START]
+        return [event for event in self.of(phase) if event.kind is EventKind.START]
 
     def exposed(self, phase: str) -> list[Event]:
         """The communications of a pass during which this rank computes nothing, of either pass."""
         found = []
         for i, event in enumerate(self.events):
-            if event.kind is not Kind.START or event.phase != phase:
+            if event.kind is not EventKind.START or event.phase != phase:
                 continue
-            finish = (phase, Kind.FINISH, event.name, event.chunk)
+            finish = (phase, EventKind.FINISH, event.name, event.chunk)
             for later in self.events[i + 1 :]:
-                if later.kind is Kind.COMPUTE:
+                if later.kind is EventKind.COMPUTE:
                     break
                 if (later.phase, later.kind, later.name, later.chunk) == finish:
                     found.append(event)
@@ -86,7 +86,7 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         log, name, chunk = ctx.event
-        log.add("backward", Kind.COMPUTE, name, chunk)
+        log.add("backward", EventKind.COMPUTE, name, chunk)
         return *grads, None, None, None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.moe.events import EventLog, Kind, mark
+from mindspeed.moe.events import EventKind, EventLog, mark
 from mindspeed.moe.program import Phase, Program
 from mindspeed.moe.split_phase import Collective, Ticket, Unsent, finish, start
 from mindspeed.tensor_parallel.regions import results_unread
@@ -103,6 +103,6 @@ def _compute(stage: Compute, name: str, chunk: Chunk, log: EventLog | None) -> N
         return
     changed = [key for key, x in chunk.tensors.items() if before.get(key) is not x]
     if changed:  # the anchor only takes its place
-        log.add("forward", Kind.COMPUTE, name, chunk.index)
+        log.add("forward", EventKind.COMPUTE, name, chunk.index)
     for key in [key for key in changed if chunk.tensors[key].requires_grad][:1]:
         chunk.tensors[key] = mark(chunk.tensors[key], log, name, chunk.index)

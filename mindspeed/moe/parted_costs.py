@@ -27,9 +27,9 @@ from mindspeed.moe.costs import (
     BACKWARD,
     COUNT_BYTES,
     PROB_BYTES,
-    Message,
+    Computation,
+    PassMessage,
     StageCosts,
-    Work,
     all_to_all,
     both_ways,
     exchange,
@@ -143,7 +143,7 @@ def hot(
     products, moved = first + second, moving(own_rows, sizes).forward * 2
     costs["hot"] = StageCosts(products + moved, products * 2 + moved)
     matrices = expert_bytes(sizes)
-    copied = Work(bytes=2 * matrices * sum(message[load.rank] for message in weights))
+    copied = Computation(bytes=2 * matrices * sum(message[load.rank] for message in weights))
     costs["choose"] = StageCosts(copied, copied)
     costs["weights"] = both_ways(
         [
@@ -167,7 +167,7 @@ def expert_bytes(sizes: Sizes) -> float:
 
 def _weights(
     name: str, sizes: Sizes, rank: int, owned: Sequence[float], busiest: float
-) -> tuple[Message, Message]:
+) -> tuple[PassMessage, PassMessage]:
     """Matrices from their owners to all, and the sums of their gradients back."""
     own, ranks, every = owned[rank], len(owned), sum(owned)
     nodes = 1 if sizes.node is None else -(-ranks // sizes.node)
@@ -176,8 +176,8 @@ def _weights(
     even = len(set(owned)) == 1
     op = "all_gather" if even else "all_to_all"
     return (
-        Message(name, "ep", op, own, sent, sent * away, busiest),
-        Message(name, "ep", "all_to_all", every, back, back * away, busiest),
+        PassMessage(name, "ep", op, own, sent, sent * away, busiest),
+        PassMessage(name, "ep", "all_to_all", every, back, back * away, busiest),
     )
 
 
@@ -206,15 +206,15 @@ def two_level(sizes: Sizes, load: Load, *, anchored: bool) -> dict[str, StageCos
     places = metadata_bytes(width), metadata_bytes(min(width, sizes.local))
     costs = _once(sizes, load, to_node * nodes, sizes.ep + nodes, anchored)
 
-    def outer(name: str, row: float) -> tuple[Message, Message]:
+    def outer(name: str, row: float) -> tuple[PassMessage, PassMessage]:
         sent = (nodes - 1) * to_node * row
-        found = Message(name, "between", "all_to_all", nodes * to_node * row, sent, sent)
+        found = PassMessage(name, "between", "all_to_all", nodes * to_node * row, sent, sent)
         return found, found
 
-    def inner(name: str, row: float) -> tuple[Message, Message]:
+    def inner(name: str, row: float) -> tuple[PassMessage, PassMessage]:
         assert sizes.node is not None
         given = sizes.node * to_rank * row
-        found = Message(name, "within", "all_to_all", given, (sizes.node - 1) * to_rank * row)
+        found = PassMessage(name, "within", "all_to_all", given, (sizes.node - 1) * to_rank * row)
         return found, found
 
     costs["dispatch"] = both_ways(
@@ -281,7 +281,7 @@ class Attention:
 
 
 def _stage(flops: float) -> StageCosts:
-    work = Work(flops)
+    work = Computation(flops)
     return StageCosts(work, work * 2)
 
 
@@ -325,7 +325,7 @@ def bounded(
 
 def _copied(
     sizes: Sizes, load: Load, bound: int, row: int, name: str, *, back: bool
-) -> tuple[Message, Message]:
+) -> tuple[PassMessage, PassMessage]:
     """Rows by symmetric memory, and the way back: each copies its buffers, one in and one out."""
     send = min(bound * sizes.ep, sizes.tokens * sizes.topk) * row
     receive = bound * sizes.ep * row

@@ -26,7 +26,7 @@ from math import ceil
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.moe.collectives import Link
+from mindspeed.moe.collectives import BusyLink
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.dispatch.padded import PaddedDispatcher, Slots
 from mindspeed.moe.events import EventLog
@@ -111,7 +111,7 @@ class PipedExperts:
         del chunk.tensors["rows"]
         for one in slices:
             pieces += self._cut(chunk, one, len(pieces))
-        run = _Pieces(self.dispatcher, Link() if self.chained else None)
+        run = _Pieces(self.dispatcher, BusyLink() if self.chained else None)
         program = CHAINED if self.chained else PIECES
         execute(program.without(*self.absent), run.stages(layer), pieces, self.log)
         for j, one in enumerate(slices):
@@ -172,7 +172,7 @@ class _Part:
 class _Pieces:
     """The stages of the pieces: for each, a layer with one local expert."""
 
-    def __init__(self, dispatcher: AllToAllDispatcher, link: Link | None) -> None:
+    def __init__(self, dispatcher: AllToAllDispatcher, link: BusyLink | None) -> None:
         groups = dispatcher.groups
         one = replace(dispatcher, groups=replace(groups, experts=groups.ep.size())).stages()
         self._communicate = {
@@ -192,7 +192,7 @@ class _Pieces:
 
         return Stages({"experts": experts}, self._communicate, layer.side)
 
-    def _chained(self, communicate: Communicate, link: Link | None, group: str) -> Communicate:
+    def _chained(self, communicate: Communicate, link: BusyLink | None, group: str) -> Communicate:
         if link is None:
             return communicate
         return lambda chunk: {

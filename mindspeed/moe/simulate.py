@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from mindspeed.instruments.timeline import Interval, Timeline
-from mindspeed.moe.costs import BACKWARD, FORWARD, Costs, Message, StageCosts, Work
-from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.costs import BACKWARD, FORWARD, Computation, Costs, PassMessage, StageCosts
+from mindspeed.moe.events import EventKind, EventLog
 from mindspeed.moe.program import Phase, Program, Step
 
 COMPUTE = "compute"
@@ -42,10 +42,10 @@ class Rates:
     """
 
     flops_per_second: float
-    seconds_of: Callable[[Message], float]
+    seconds_of: Callable[[PassMessage], float]
     bytes_per_second: float | None = None
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Computation) -> float:
         moving = 0.0 if self.bytes_per_second is None else work.bytes / self.bytes_per_second
         return work.flops / self.flops_per_second + moving
 
@@ -63,7 +63,9 @@ class Simulation:
 
     intervals: list[Interval] = field(default_factory=list)
     log: EventLog = field(default_factory=EventLog)
-    messages: dict[str, list[Message]] = field(default_factory=lambda: {FORWARD: [], BACKWARD: []})
+    messages: dict[str, list[PassMessage]] = field(
+        default_factory=lambda: {FORWARD: [], BACKWARD: []}
+    )
     ends: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -210,24 +212,24 @@ class _Run:
         name = costs.logged or action.step.name
         work = costs.forward if phase == FORWARD else costs.backward
         if phase not in costs.silent:
-            self.result.log.add(phase, Kind.COMPUTE, name, action.chunk)
+            self.result.log.add(phase, EventKind.COMPUTE, name, action.chunk)
         if seconds := self._rates.seconds(work):
             end = self.now + seconds
             self._add(COMPUTE, "compute", name, self.now, end, phase, action.chunk)
             self.now = end
 
-    def _start(self, phase: str, message: Message, chunk: int) -> Interval:
+    def _start(self, phase: str, message: PassMessage, chunk: int) -> Interval:
         begin = max(self.now, self._free_at.get(message.group, 0.0))
         end = begin + self._rates.seconds_of(message)
         self._free_at[message.group] = end
         lane, kind = message.group, "communication"
         found = self._add(lane, kind, message.name, begin, end, phase, chunk)
         self.result.messages[phase].append(message)
-        self.result.log.add(phase, Kind.START, message.name, chunk, round(message.given))
+        self.result.log.add(phase, EventKind.START, message.name, chunk, round(message.given))
         return found
 
     def _finish(self, sent: Interval, chunk: int) -> None:
-        self.result.log.add(sent.phase, Kind.FINISH, sent.name, chunk)
+        self.result.log.add(sent.phase, EventKind.FINISH, sent.name, chunk)
         if sent.end > self.now:
             self._add(COMPUTE, "wait", sent.name, self.now, sent.end, sent.phase, chunk)
             self.now = sent.end

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed import spmd
-from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.events import EventKind, EventLog
 from mindspeed.spmd import ByArguments, Passes, typed
 
 
@@ -102,7 +102,7 @@ class Ticket:
         """The first half in forward, on ``x [rows, ...]``."""
         self._kept = x
         y, self._work = self.collective.launch(x)
-        self.note("forward", Kind.START, x)
+        self.note("forward", EventKind.START, x)
         return y
 
     def launch_reverse(self, grad: torch.Tensor) -> None:
@@ -111,13 +111,13 @@ class Ticket:
             call()
         self._kept = grad
         self._result, self._work = self.collective.launch_reverse(grad)
-        self.note("backward", Kind.START, grad)
+        self.note("backward", EventKind.START, grad)
         for call in self.after_reverse:
             call()
 
     def wait(self, phase: str) -> None:
         """The second half of either pass."""
-        self.note(phase, Kind.FINISH)
+        self.note(phase, EventKind.FINISH)
         if self._work is not None:
             self._work.wait()
         self._work = self._kept = None
@@ -131,7 +131,7 @@ class Ticket:
         assert found is not None
         return found
 
-    def note(self, phase: str, kind: Kind, x: torch.Tensor | None = None) -> None:
+    def note(self, phase: str, kind: EventKind, x: torch.Tensor | None = None) -> None:
         """Add an event with the bytes of ``x [...]`` to the log, if there is one."""
         if self.log is not None:
             self.log.add(phase, kind, self.name, self.chunk, 0 if x is None else x.nbytes)

@@ -58,7 +58,7 @@ def register(journal: Journal) -> None:
 
 
 def _register_linearity() -> None:
-    """Of operators that the checker does not know."""
+    """Register operators that the checker does not know."""
     linear = checker._OpSpec(checker.OpLinearity.LINEAR)
     base = torch._C.TensorBase
     for operator in (

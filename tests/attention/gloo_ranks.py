@@ -21,7 +21,7 @@ from mindspeed.attention import (
     planners,
     zigzag,
 )
-from mindspeed.attention.executor import Traffic
+from mindspeed.attention.executor import RankTraffic
 from mindspeed.attention.sequence_sharding import union
 from mindspeed.attention.ulysses_attention import ulysses_attention
 from mindspeed.instruments import CommLedger, saved_for_backward
@@ -73,7 +73,7 @@ def algorithms(documents: tuple[int, ...]) -> dict[str, tuple[float, bool]]:
 
 def _algorithm(plan: Plan, qkv: Any, dout: Any, expected: Any, second: Any) -> tuple[float, bool]:
     rank = dist.get_rank()
-    rows, traffic = plan.sharding.positions(rank), Traffic()
+    rows, traffic = plan.sharding.positions(rank), RankTraffic()
     leaves = [x[rows].requires_grad_() for x in qkv]
     out = context_parallel_attention(
         *leaves, plan, overlap_group=second, scale=SCALE, traffic=traffic

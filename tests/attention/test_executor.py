@@ -63,10 +63,10 @@ def run(
     slopes: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
     dropout: float = 0.0,
-) -> tuple[truth.Tensors, list[executor.Traffic], list[int]]:
+) -> tuple[truth.Tensors, list[executor.RankTraffic], list[int]]:
     """Output and gradients in the order of positions; every rank's traffic and kept bytes."""
     rows = [plan.sharding.positions(rank) for rank in range(plan.ranks)]
-    traffic = [executor.Traffic() for _ in rows]
+    traffic = [executor.RankTraffic() for _ in rows]
     softmax = [SoftmaxOptions(SCALE, slopes, dropout) for _ in rows]
     mine = [tuple(x[index] for x in qkv) for index in rows]
     forward = run_in_one_process(
@@ -118,7 +118,7 @@ def plans_for(mask: Mask, sharding: SequenceSharding) -> list[Plan]:
     return [*plans, planners.all_gather(mask, sharding), planners.needed_only(mask, sharding)]
 
 
-def assert_counted(plan: Plan, sizes: Sizes, traffic: list[executor.Traffic]) -> None:
+def assert_counted(plan: Plan, sizes: Sizes, traffic: list[executor.RankTraffic]) -> None:
     """Bytes, messages and calls of the executor are those of the cost metrics."""
     price = cost_metrics(plan)
     received = zip(price.forward_bytes(sizes), price.backward_bytes(sizes), strict=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.compare.digest import Place, whole
-from mindspeed.compare.recorder import Recorder, write_job
+from mindspeed.compare.digest import Elements, whole
+from mindspeed.compare.recorder import RunRecorder, write_job
 from mindspeed.compare.recording import Recording, read
 from mindspeed.compare.routing import GAPS, counted
 from mindspeed.compare.walk import compare
@@ -23,7 +23,7 @@ def recorded(
     directory, *, weights=None, batches=(TOKENS,), step=0, ranks=1, forward=(), **job
 ) -> Recording:
     """A recording of one rank: weights, tokens of micro-batches, other tensors of the first."""
-    recorder = Recorder(directory, 0, ranks)
+    recorder = RunRecorder(directory, 0, ranks)
     begun = recorder.begin(step)
     begun.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": len(batches), "cp": 1}
     begun.place |= {"cp": 0, "tp_size": job.get("tensor_model_parallel_size", 1)}
@@ -137,9 +137,9 @@ def test_another_choice_is_explained_by_a_tie_only(tmp_path, gap):
 
 def test_terms_of_a_sum_are_added(tmp_path):
     x, term = torch.randn(8, 3), torch.randn(8, 3)
-    place = Place((8, 3), torch.arange(8), torch.arange(3), partial=True)
+    place = Elements((8, 3), torch.arange(8), torch.arange(3), partial=True)
     for rank, own in enumerate((x - term, term)):
-        recorder = Recorder(tmp_path, rank, 2)
+        recorder = RunRecorder(tmp_path, rank, 2)
         step = recorder.begin(0)
         step.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": 1, "cp": 1}
         step.place |= {"cp": 0}
@@ -147,7 +147,7 @@ def test_terms_of_a_sum_are_added(tmp_path):
         recorder.end()
     (found,) = read(tmp_path).tensors.values()
     assert found.whole and found.partial and not found.copies
-    recorder = Recorder(tmp_path / "whole", 0, 1)
+    recorder = RunRecorder(tmp_path / "whole", 0, 1)
     step = recorder.begin(0)
     step.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": 1, "cp": 1}
     step.place |= {"cp": 0}

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from mindspeed.compare.bisect import Change, changed, changes, flags_of, smallest
+from mindspeed.compare.bisect import FlagChange, changed, changes, flags_of, smallest
 from tests.support.lazy import needs
 
 needs("megatron.core")
@@ -37,7 +37,7 @@ def test_changes_turn_a_into_b():
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_every_pair_of_guilty_flags_is_found(count):
-    items = [Change(f"--f{n}", (), (f"--f{n}",)) for n in range(count)]
+    items = [FlagChange(f"--f{n}", (), (f"--f{n}",)) for n in range(count)]
     for guilty in itertools.chain(
         itertools.combinations(items, 1), itertools.combinations(items, 2)
     ):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mindspeed.cli.main import main
 from mindspeed.compare import collective_walk
-from mindspeed.compare.collectives import CollectiveRecorder, Message, expected_bytes
+from mindspeed.compare.collectives import CollectiveRecorder, RecordedMessage, expected_bytes
 from mindspeed.compare.digest import SKETCHES, WIDTH
 from mindspeed.compare.names import NO_MICRO_BATCH, Name
 from mindspeed.errors import DataError
@@ -175,12 +175,12 @@ def test_one_bit_of_a_sum_on_one_rank_is_named(runs, capsys):
 def test_ranks_get_the_same_bits_of_a_reduction(reduction, bits, text):
     """A difference below the rounding of a sum, and of what is no sum."""
     ranks = tuple(range(len(bits)))
-    message = Message(
+    message = RecordedMessage(
         "all_reduce", "0", ranks, 0, (), 8, "float32", reduction, "forward", 0, FC2, [0], [1]
     )
     sums = torch.zeros(2, WIDTH, dtype=torch.float64)
     calls = {
-        rank: collective_walk.Call(message, torch.tensor([0, own]), sums)
+        rank: collective_walk.DigestedMessage(message, torch.tensor([0, own]), sums)
         for rank, own in zip(ranks, bits, strict=True)
     }
     _, found = collective_walk._wrong(calls)
@@ -216,7 +216,7 @@ BEFORE = Name(0, 0, "forward", FC2, "output")
     ],
 )
 def test_which_collective_explains_a_difference(place, name, before, does):
-    message = Message("all_reduce", "0", (0, 1), 3, (), 8, "float32", "SUM", *place)
+    message = RecordedMessage("all_reduce", "0", (0, 1), 3, (), 8, "float32", "SUM", *place)
     finding = collective_walk.CollectiveFinding("B", 0, message, "wrong")
     assert finding.explains(name, before) == does
     assert not finding.explains(name._replace(step=1), before)

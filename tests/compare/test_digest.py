@@ -15,18 +15,18 @@ from mindspeed.compare.digest import (
     SKETCH_ERROR,
     SKETCHES,
     SQUARES,
-    Place,
+    Elements,
     digest,
     digest_and_exact,
 )
 from mindspeed.compare.digest import whole as whole_place
-from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, rectangles
+from mindspeed.compare.megatron_places import MicroBatchRows, RankColumns, Ranks, rectangles
 
 ROWS, COLUMNS = 24, 20
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
-def exact(x: torch.Tensor, place: Place) -> int:
+def exact(x: torch.Tensor, place: Elements) -> int:
     return int(digest_and_exact(x, place)[1])
 
 
@@ -35,12 +35,12 @@ def values(dtype: torch.dtype) -> torch.Tensor:
     return (10 * torch.randn(ROWS, COLUMNS, generator=generator)).to(dtype)
 
 
-def split(x: torch.Tensor) -> list[tuple[torch.Tensor, Place]]:
+def split(x: torch.Tensor) -> list[tuple[torch.Tensor, Elements]]:
     """Four parts: even and odd rows, columns in two unequal ranges."""
     parts = []
     for rows in (torch.arange(0, ROWS, 2), torch.arange(1, ROWS, 2)):
         for columns in (torch.arange(7), torch.arange(7, COLUMNS)):
-            place = Place((ROWS, COLUMNS), rows, columns)
+            place = Elements((ROWS, COLUMNS), rows, columns)
             parts.append((x[rows][:, columns], place))
     return parts
 
@@ -126,14 +126,14 @@ def ranks(**given: int) -> Ranks:
 
 
 def test_gate_and_up_are_halves_of_the_columns():
-    assert Columns(12, 1, 3, 2).index().tolist() == [2, 3, 8, 9]
-    assert Columns(12, 1, 3).index().tolist() == [4, 5, 6, 7]
+    assert RankColumns(12, 1, 3, 2).index().tolist() == [2, 3, 8, 9]
+    assert RankColumns(12, 1, 3).index().tolist() == [4, 5, 6, 7]
 
 
 def test_sequence_parallelism_takes_a_chunk_of_zigzag_rows():
     place = MicroBatchRows(
         ranks(tp=1, tp_size=2, cp=1, cp_size=2, sequence=True), samples=2, length=8
-    ).place(4, Columns(3))
+    ).place(4, RankColumns(3))
     # Tokens of context rank 1 of 2: 4..11; tensor rank 1 has the last four of them.
     assert place.rows.tolist() == [2 * t + b for t in (8, 9, 10, 11) for b in (0, 1)]
     assert place.shape == (32, 3)
@@ -166,7 +166,7 @@ def test_a_shard_of_columns_has_the_signs_of_the_whole(start, width):
     x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(5))
     x[:, :start], x[:, start + width :] = 0, 0
     columns = torch.arange(start, start + width)
-    place = Place((512, 2048), torch.arange(512), columns)
+    place = Elements((512, 2048), torch.arange(512), columns)
     torch.testing.assert_close(
         digest(x[:, columns], place), digest(x, whole_place(512, 2048)), rtol=1e-5, atol=1e-3
     )
@@ -237,7 +237,7 @@ def test_c_and_operators_agree(monkeypatch, dtype, start, width, threads):
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(515, start + width + 2, generator=generator).to(dtype)[:, start : start + width]
     x[3, 1], x[4, 2] = -0.0, -9.5  # strided rows; the largest magnitude is negative
-    place = Place((600, 10000), torch.arange(40, 555), torch.arange(start, start + width))
+    place = Elements((600, 10000), torch.arange(40, 555), torch.arange(start, start + width))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     got, bits = digest_and_exact(x, place)
     monkeypatch.setattr(digest_rows, "library", lambda: None)

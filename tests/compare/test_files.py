@@ -7,9 +7,9 @@ import torch
 
 from mindspeed.compare.digest import whole
 from mindspeed.compare.forced import ForcedValues, check_recording
-from mindspeed.compare.recorder import FORMAT, Recorder
+from mindspeed.compare.recorder import FORMAT, RunRecorder
 from mindspeed.compare.recording import read
-from mindspeed.compare.scales import TokenCounts
+from mindspeed.compare.scales import LossTokens
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.features.platform.record import Record
 
@@ -18,7 +18,7 @@ X = torch.ones(4, 3)
 
 def begun(directory, *tensors):
     """A recorder in step 0, with tensors of it."""
-    recorder = Recorder(directory, 0, 1, "full")
+    recorder = RunRecorder(directory, 0, 1, "full")
     step = recorder.begin(0)
     step.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": 1, "cp": 1}
     step.place |= {"cp": 0}
@@ -62,7 +62,7 @@ def test_copies_of_ranks_are_compared_in_bits(tmp_path, bits, copies):
     other = X.clone()
     other.view(torch.int32)[2, 1] ^= bits
     for rank, own in enumerate((X, other)):
-        recorder = Recorder(tmp_path, rank, 2)
+        recorder = RunRecorder(tmp_path, rank, 2)
         step = recorder.begin(0)
         step.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": 1, "cp": 1}
         step.place |= {"cp": 0}
@@ -80,13 +80,13 @@ def header(cp: int, **scalars):
 
 def test_one_scale_of_gradients_for_even_and_uneven_ranks():
     uneven = [header(0, tokens={"1": 3.0}), header(1, tokens={"1": 5.0}), header(1)]
-    counts = TokenCounts(uneven)
+    counts = LossTokens(uneven)
     # Each rank divides its sum by its own tokens; the mean is over all eight.
     assert [counts.scale(1, one) for one in uneven] == [8 * 8 / 3 / 2, 8 * 8 / 5 / 2, 8 * 8 / 5 / 2]
     assert counts.scale(0, uneven[0]) == 8 * 2 / 2  # a mean of means
-    assert TokenCounts([header(0, tokens={"1": 4.0})]).scale(1, header(1)) == 8 * 2 / 2
+    assert LossTokens([header(0, tokens={"1": 4.0})]).scale(1, header(1)) == 8 * 2 / 2
     tokens = header(0, per_token=True, tokens={"1": 3.0})
-    assert TokenCounts([tokens]).scale(1, tokens) == 8 * 3
+    assert LossTokens([tokens]).scale(1, tokens) == 8 * 3
 
 
 def test_a_recording_is_checked_before_a_job_is_forced_to_it(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed.cli.main import main
-from mindspeed.compare.digest import Place, sample_of
+from mindspeed.compare.digest import Elements, sample_of
 from mindspeed.compare.recording import read
 from tests.compare.faults import FC1
 from tests.compare.layouts import RECOMPUTED, SP2
@@ -73,7 +73,7 @@ def test_pieces_share_a_sample():
     found = torch.full_like(expected, -1)
     for own_rows in torch.arange(30).chunk(4):
         for own_columns in (torch.arange(0, 7, 2), torch.arange(1, 7, 2)):
-            place = Place((30, 7), own_rows, own_columns)
+            place = Elements((30, 7), own_rows, own_columns)
             which, row, column = place.sampled
             found[which] = whole[own_rows][:, own_columns][row, column]
     assert torch.equal(found, expected)

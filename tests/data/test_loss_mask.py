@@ -21,7 +21,7 @@ from tokenizers.processors import ByteLevel
 
 from mindspeed.data import templates
 from mindspeed.data.chat_template import Rendered
-from mindspeed.data.loss_mask import IGNORED, Sample, encode
+from mindspeed.data.loss_mask import IGNORED, TokenizedConversation, encode
 from mindspeed.data.tokenizer import build_tokenizer, save_tokenizer
 from mindspeed.data.tokenizer_types import TokenizerOptions
 
@@ -187,7 +187,7 @@ def test_a_format_without_end_token_trains_the_next_marker_as_end(tokenizer):
 def test_samples_are_cut_at_the_prompt_before_the_answer(length):
     ids = np.arange(12, dtype=np.int32)
     labels = np.where((ids >= 6) & (ids < 10), ids, IGNORED)
-    sample = Sample(ids, labels).fit(length)
+    sample = TokenizedConversation(ids, labels).fit(length)
     assert len(sample.ids) == len(sample.labels) == length
     kept = sample.labels[sample.labels != IGNORED].tolist()
     assert kept == [6, 7, 8, 9][: max(length - 1, 0)] or length >= 7

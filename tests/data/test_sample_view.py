@@ -7,7 +7,7 @@ import io
 import numpy as np
 from rich.console import Console
 
-from mindspeed.data.loss_mask import IGNORED, Sample
+from mindspeed.data.loss_mask import IGNORED, TokenizedConversation
 from mindspeed.data.preprocess_report import MOST_CHARACTERS, TRAINED, decoded, print_samples
 
 
@@ -23,7 +23,7 @@ class Letters:
 
 def sample(ids, trained):
     ids = np.array(ids, np.int32)
-    return Sample(ids, np.where(np.array(trained, bool), ids, IGNORED))
+    return TokenizedConversation(ids, np.where(np.array(trained, bool), ids, IGNORED))
 
 
 def shown(one, **options):

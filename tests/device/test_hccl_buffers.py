@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed.device.hccl_buffers import (
-    GroupTraffic,
+    LargestCalls,
     adaptive_buffers,
     device_megabytes,
     megabytes,
@@ -19,7 +19,7 @@ from mindspeed.device.hccl_buffers import (
 )
 
 # Llama-3-70B: 8192 tokens, 8 tensor-parallel ranks; an activation has 128 MiB.
-LLAMA = GroupTraffic(8192, 1, 8192, 1024, 2, tensor_parallel=8, sequence_parallel=True)
+LLAMA = LargestCalls(8192, 1, 8192, 1024, 2, tensor_parallel=8, sequence_parallel=True)
 SMALL = {"mp": 10, "tp_ep_mp": 10, "tp_cp": 10}
 TABLE = {
     "sequence parallel": (LLAMA, {"tp": 128, "pp": 16}),
@@ -36,7 +36,7 @@ TABLE = {
         {"tp": 128, "pp": 16, "ep": 48, "ep_tp": 768},
     ),
     "fp32": (replace(LLAMA, element=4), {"tp": 256, "pp": 32}),
-    "tiny": (GroupTraffic(16, 1, 8, 8, 2), {"tp": 1, "pp": 1}),
+    "tiny": (LargestCalls(16, 1, 8, 8, 2), {"tp": 1, "pp": 1}),
 }
 
 

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from mindspeed.moe.load.placement import (
-    Question,
+    PlacementTask,
     in_order,
     largest_first,
     loads,
@@ -57,7 +57,7 @@ def test_search_equals_all_placements_tried_in_100_of_100():
     for experts, ranks in ((6, 3), (8, 4), (8, 2), (9, 3), (10, 5)):
         for _ in range(20):
             load = zipf(experts, chance.choice((0.3, 0.7, 1.0)), chance)
-            question = Question(load, ranks)
+            question = PlacementTask(load, ranks)
             best = exact(question)
             found = search(question)
             assert found.value == value(found.place, question)
@@ -79,7 +79,7 @@ def test_rows_between_nodes_come_second_and_equal_all_placements_tried(once):
             tokens.append((2 * chance.randrange(2), tuple(sorted(chosen)), 1))
             for expert in chosen:
                 load[expert] += 1
-        question = Question(load, ranks=4, node=2, tokens=tokens, once=once)
+        question = PlacementTask(load, ranks=4, node=2, tokens=tokens, once=once)
         found = search(question)
         assert found.value == exact(question)
         assert found.value == value(found.place, question)
@@ -102,7 +102,7 @@ def test_what_placement_and_copies_reach():
     chance = random.Random(7)
     for experts, ranks, exponent, ordered, searched, hottest, copied in PUBLISHED:
         load = zipf(experts, exponent, chance)
-        question, mean = Question(load, ranks), sum(load) / ranks
+        question, mean = PlacementTask(load, ranks), sum(load) / ranks
         found = search(question)
         assert in_order(question).value[0] / mean == pytest.approx(ordered, abs=5e-4)
         assert found.value[0] / mean == pytest.approx(searched, abs=5e-4)

@@ -91,10 +91,10 @@ class MoeExpertPlacement(
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.moe.load.megatron_exchange import Exchanger
-        from mindspeed.moe.load.slots import Slots, read
+        from mindspeed.moe.load.slots import ExpertSlots, read
 
         ranks, experts = megatron.get("expert_model_parallel_size") or 1, megatron["num_experts"]
-        slots = Slots("", experts, ranks, {})
+        slots = ExpertSlots("", experts, ranks, {})
         if self.moe_expert_placement:
             slots = read(Path(self.moe_expert_placement), experts, ranks)
         exchanger = Exchanger(slots.of, experts, self.moe_exchange_interval, seams.journal)

@@ -52,9 +52,9 @@ class MoeLogLoad(
         yield from expert_problems(NAME, megatron, gate_problems, hook_problems)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.moe.load.megatron import LoadWatch, Parallel, Settings
+        from mindspeed.moe.load.megatron import LoadSettings, LoadWatch, RankPlace
 
-        settings = Settings(
+        settings = LoadSettings(
             Path(self.moe_log_load),
             megatron.get("log_interval") or 1,
             megatron["num_experts"],
@@ -63,7 +63,7 @@ class MoeLogLoad(
             int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
             megatron.get("moe_expert_capacity_factor") is not None,
         )
-        watch = LoadWatch(settings, Parallel.here)
+        watch = LoadWatch(settings, RankPlace.here)
         for seam, function in (
             (seams.chunk, watch.chunk),
             (seams.step, watch.step),

@@ -34,7 +34,7 @@ from mindspeed.ranges import MAX_SIZE, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.pipeline.automated.result import Result
+    from mindspeed.pipeline.automated.result import SearchOutcome
     from mindspeed.pipeline.automated.search import Mode
 
 
@@ -335,7 +335,7 @@ def _without_recomputation(megatron: Megatron) -> dict[str, Any]:
     return off
 
 
-def _check_job(result: Result, path: Path, megatron: Megatron) -> None:
+def _check_job(result: SearchOutcome, path: Path, megatron: Megatron) -> None:
     different = [
         f"{name} {result.job.get(name)}, not {megatron[name]}"
         for name in _JOB

@@ -54,7 +54,7 @@ class HcclGroupBuffer(Feature, level=2, seams=("parallel_groups",), devices=("np
             elif not _experts(megatron):
                 yield Problem(factor, "the model has no experts", "remove it")
 
-    def traffic_of(self, megatron: Megatron) -> hccl_buffers.GroupTraffic:
+    def traffic_of(self, megatron: Megatron) -> hccl_buffers.LargestCalls:
         """Sizes of the largest collectives, from Megatron's arguments."""
         heads, h = megatron["num_attention_heads"], megatron["hidden_size"]
         groups = megatron["num_query_groups"] if megatron.get("group_query_attention") else heads
@@ -62,7 +62,7 @@ class HcclGroupBuffer(Feature, level=2, seams=("parallel_groups",), devices=("np
         algorithm = str(megatron.get("context_parallel_algo") or "megatron_cp_algo")
         factor = self.hccl_ep_group_buffer_adaptive_factor
         ulysses = "ulysses" in algorithm
-        return hccl_buffers.GroupTraffic(
+        return hccl_buffers.LargestCalls(
             tokens=megatron["seq_length"] // cp,
             samples=megatron["micro_batch_size"],
             hidden_size=h,

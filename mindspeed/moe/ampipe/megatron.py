@@ -38,7 +38,7 @@ from mindspeed.moe.request import LayerRequest, settled
 from mindspeed.te import attention_policy
 
 
-class ChunkedAttention:
+class SelfAttentionCall:
     """One call of a layer's self attention.
 
     Args:
@@ -193,7 +193,7 @@ class _Call:
             self._masks = padding_mask.transpose(0, 1).bool().chunk(degree)
         normed = layer.input_layernorm(hidden_states)
         attention = layer.self_attention
-        self._attention = ChunkedAttention(
+        self._attention = SelfAttentionCall(
             attention,
             lambda: attention(normed, attention_mask=attention_mask, **kwargs),
             _bottom_right(),

@@ -101,7 +101,7 @@ ALL, GROUP, OWN = "all ranks", "one expert group", "one rank's tokens"
 """Over which ranks a figure is summed."""
 
 
-class Balance(Protocol):
+class LayerLosses(Protocol):
     """Losses by layer that are about to be summed (:mod:`mindspeed.adaptor.moe`)."""
 
     values: torch.Tensor
@@ -112,7 +112,7 @@ class Balance(Protocol):
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """What is known before groups exist.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Layer:
 class LoadWatch:
     """Watches all layers of this rank; see the module's documentation."""
 
-    def __init__(self, settings: Settings, parallel: Callable[[], Parallel]) -> None:
+    def __init__(self, settings: LoadSettings, parallel: Callable[[], RankPlace]) -> None:
         self._settings = settings
         self._parallel = parallel
         self._layers: list[_Layer] = []
@@ -195,7 +195,7 @@ class LoadWatch:
             self._add(layer, rows)
 
     @contextmanager
-    def reduced(self, balance: Balance) -> Iterator[None]:
+    def reduced(self, balance: LayerLosses) -> Iterator[None]:
         """Let the message of a balancing loss carry the counts of all layers.
 
         Args:
@@ -299,7 +299,7 @@ class LoadWatch:
         return self._worst(found, parallel)
 
     def _worst(
-        self, found: Sequence[tuple[_Layer, LoadFigures, list[float]]], parallel: Parallel
+        self, found: Sequence[tuple[_Layer, LoadFigures, list[float]]], parallel: RankPlace
     ) -> dict[str, float]:
         fullest = max(found, key=lambda one: one[1].experts)
         worst = {
@@ -340,7 +340,7 @@ class LoadWatch:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class RankPlace:
     """Place of this rank in the job.
 
     Attributes:
@@ -356,7 +356,7 @@ class Parallel:
     writes: bool
 
     @classmethod
-    def here(cls) -> Parallel:
+    def here(cls) -> RankPlace:
         from megatron.core import parallel_state as state
 
         group = state.get_tensor_and_data_parallel_group(with_context_parallel=True)

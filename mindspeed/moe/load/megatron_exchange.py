@@ -28,7 +28,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal, replace_method
 from mindspeed.moe.layer.megatron import change
 from mindspeed.moe.load.hook import on_routing
-from mindspeed.moe.load.placement import Question, loads, search
+from mindspeed.moe.load.placement import PlacementTask, loads, search
 from mindspeed.moe.load.slots import inverse, nearest
 
 
@@ -178,7 +178,7 @@ def better(counts: Sequence[int], slots: Sequence[int], ranks: int) -> list[int]
     """
     local = len(slots) // ranks
     now = max(loads([slot // local for slot in slots], counts, ranks))
-    found = search(Question(counts, ranks))
+    found = search(PlacementTask(counts, ranks))
     return nearest(found.place, slots, ranks) if found.value[0] < now * (1 - LEAST) else None
 
 

@@ -30,7 +30,7 @@ STARTS, FEW_STARTS, MANY_EXPERTS = 8, 2, 64
 
 
 @dataclass(frozen=True)
-class Question:
+class PlacementTask:
     """What is placed.
 
     Attributes:
@@ -49,7 +49,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ExpertPlacement:
     """A placement.
 
     Attributes:
@@ -69,12 +69,12 @@ def loads(place: Sequence[int], load: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
-def between_nodes(place: Sequence[int], question: Question) -> int:
+def between_nodes(place: Sequence[int], question: PlacementTask) -> int:
     """Rows that leave their node."""
     return sum(_crossing(place, token, question) for token in question.tokens)
 
 
-def _crossing(place: Sequence[int], token: Token, question: Question) -> int:
+def _crossing(place: Sequence[int], token: Token, question: PlacementTask) -> int:
     rank, experts, times = token
     own, node = rank // question.node, question.node
     if question.once:
@@ -82,16 +82,16 @@ def _crossing(place: Sequence[int], token: Token, question: Question) -> int:
     return times * sum(place[expert] // node != own for expert in experts)
 
 
-def value(place: Sequence[int], question: Question) -> Value:
+def value(place: Sequence[int], question: PlacementTask) -> Value:
     """What a placement is worth; less is better."""
     return max(loads(place, question.load, question.ranks)), between_nodes(place, question)
 
 
-def in_order(question: Question) -> Placement:
+def in_order(question: PlacementTask) -> ExpertPlacement:
     """Consecutive experts on each rank, as Megatron has them."""
     local = len(question.load) // question.ranks
     place = [expert // local for expert in range(len(question.load))]
-    return Placement(tuple(place), value(place, question))
+    return ExpertPlacement(tuple(place), value(place, question))
 
 
 def largest_first(load: Sequence[int], ranks: int) -> list[int]:
@@ -109,7 +109,7 @@ def largest_first(load: Sequence[int], ranks: int) -> list[int]:
 class _Swaps:
     """A placement that swaps improve; what a swap changes is computed from its two experts."""
 
-    question: Question
+    question: PlacementTask
     place: list[int]
     rows: list[int] = field(init=False)
     crossing: int = field(init=False)
@@ -183,7 +183,7 @@ class _Swaps:
 class _FewestRows:
     """A lower bound of what a swap of two experts changes at the rows between nodes."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: PlacementTask) -> None:
         tokens = question.tokens
         self._node = question.node
         self._nodes = -(-question.ranks // question.node)
@@ -218,7 +218,7 @@ class _FewestRows:
         return int(more - self._less[a] - self._less[b])
 
 
-def search(question: Question, starts: int | None = None, seed: int = 0) -> Placement:
+def search(question: PlacementTask, starts: int | None = None, seed: int = 0) -> ExpertPlacement:
     """The best placement found from largest first and from random ones.
 
     Args:
@@ -237,7 +237,7 @@ def search(question: Question, starts: int | None = None, seed: int = 0) -> Plac
     for place in places:
         swaps = _Swaps(question, place)
         swaps.improve()
-        found.append(Placement(tuple(swaps.place), (max(swaps.rows), swaps.crossing)))
+        found.append(ExpertPlacement(tuple(swaps.place), (max(swaps.rows), swaps.crossing)))
     return min(found, key=lambda one: one.value)
 
 

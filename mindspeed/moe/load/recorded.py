@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed.moe.hot_experts import choose
-from mindspeed.moe.load.placement import Question, in_order, search
+from mindspeed.moe.load.placement import PlacementTask, in_order, search
 from mindspeed.moe.load.routing import LayerRouting
 from mindspeed.moe.sizes import Load, Sizes
 
@@ -34,7 +34,7 @@ class RecordedLoad:
 
     def place(self, sizes: Sizes) -> Sequence[int]:
         """The rank of each expert."""
-        question = Question(self.layer.tokens, sizes.ep)
+        question = PlacementTask(self.layer.tokens, sizes.ep)
         return (search(question) if self.placed else in_order(question)).place
 
     def __call__(self, sizes: Sizes, hot: Sequence[int] = ()) -> Load:

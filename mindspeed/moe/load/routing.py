@@ -24,7 +24,7 @@ from typing import Any
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
 from mindspeed.json_fields import ANYTHING, Allowed, ListOf, MapOf, Whole, check
-from mindspeed.moe.load.placement import MANY_EXPERTS, Question, Token
+from mindspeed.moe.load.placement import MANY_EXPERTS, PlacementTask, Token
 from mindspeed.parsing import read_json
 
 _MOST = 16384
@@ -93,14 +93,14 @@ class RecordedRouting:
                 f"{_shown(layers)}: record this model with --moe-record-routing"
             )
 
-    def question(self, layer: int, ranks: int, node: int, once: bool = True) -> Question:
+    def question(self, layer: int, ranks: int, node: int, once: bool = True) -> PlacementTask:
         """The placement of a layer's experts.
 
         Args:
             layer: its number.
             ranks: that share the experts.
             node: ranks of a node.
-            once: as for :class:`Question`.
+            once: as for :class:`PlacementTask`.
         """
         found = self.layers[layer]
         tokens: Sequence[Token] = ()
@@ -108,7 +108,7 @@ class RecordedRouting:
             most = _TOKENS_OF_SEARCH[self.experts > MANY_EXPERTS]
             few = found.chosen[:: max(1, len(found.chosen) // most)]
             tokens = [(self.rank_of(position, ranks), chosen, 1) for position, chosen in few]
-        return Question(found.tokens, ranks, node, tokens, once)
+        return PlacementTask(found.tokens, ranks, node, tokens, once)
 
     def rank_of(self, position: int, ranks: int) -> int:
         """The expert-parallel rank that holds the tokens of a position."""

@@ -98,7 +98,7 @@ def check_permutation(slots: Sequence[int], where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Slots:
+class ExpertSlots:
     """Slots of the experts of each layer.
 
     Attributes:
@@ -129,7 +129,7 @@ def write(path: Path, ranks: int, layers: Mapping[int, Sequence[int]]) -> None:
     atomic_write_text(path, json.dumps(data) + "\n")
 
 
-def read(path: Path, experts: int, ranks: int) -> Slots:
+def read(path: Path, experts: int, ranks: int) -> ExpertSlots:
     """Read a file of placements.
 
     Args:
@@ -157,4 +157,4 @@ def read(path: Path, experts: int, ranks: int) -> Slots:
             raise ConfigError(f"{where}: layer {number} does not have {experts} slots")
         check_permutation(slots, f"{where}: layer {number}")
         layers[int(number)] = tuple(slots)
-    return Slots(str(path), experts, ranks, layers)
+    return ExpertSlots(str(path), experts, ranks, layers)

@@ -34,7 +34,7 @@ import torch
 from mindspeed.memory.frames import key_of
 from mindspeed.memory.saved import Held, Kept, RecomputedTensor, ViewOf
 from mindspeed.memory.segment import Segment
-from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.events import EventKind, EventLog
 from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.save.refetch import Refetch
 from mindspeed.te.grouped_gemm import products_of
@@ -219,7 +219,7 @@ class SavedExperts:
         elif rows is None:
             rows = placeholder
         if self._log is not None:
-            self._log.add("backward", Kind.COMPUTE, "recompute", self._chunk)
+            self._log.add("backward", EventKind.COMPUTE, "recompute", self._chunk)
         found: list[torch.Tensor] = []
         beside = _Beside()
 
@@ -279,27 +279,27 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Call:
+class LateMethod:
     """A method of an object, looked up on the object at each call."""
 
     owner: Any
     name: str = "forward"
 
 
-def calls_of(experts: torch.nn.Module) -> list[tuple[Call, Call]]:
+def calls_of(experts: torch.nn.Module) -> list[tuple[LateMethod, LateMethod]]:
     """The first and the second layer of each expert, in the order of the forward.
 
     Raises:
         NotImplementedError: experts of another kind.
     """
     found = [
-        (Call(module.linear_fc1), Call(module.linear_fc2))
+        (LateMethod(module.linear_fc1), LateMethod(module.linear_fc2))
         for module in experts.modules()
         if hasattr(module, "linear_fc1") and hasattr(module, "linear_fc2")
     ]
     if not found and hasattr(experts, "weight1") and hasattr(experts, "weight2"):
         first, second = products_of(experts)
-        found = [(Call(first), Call(second))]
+        found = [(LateMethod(first), LateMethod(second))]
     if not found:
         raise NotImplementedError(f"{type(experts).__name__} has no linear_fc1 and linear_fc2")
     return found
@@ -309,7 +309,9 @@ Watch = Callable[..., Any]
 
 
 @contextlib.contextmanager
-def watched(calls: Sequence[tuple[Call, Call]], first: Watch, second: Watch) -> Iterator[None]:
+def watched(
+    calls: Sequence[tuple[LateMethod, LateMethod]], first: Watch, second: Watch
+) -> Iterator[None]:
     """Run ``first(number, method, *args)`` in place of each first layer inside, and so on.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.events import EventKind, EventLog
 from mindspeed.moe.split_phase import Collective, InFlight
 from mindspeed.spmd import Passes, typed
 
@@ -75,7 +75,7 @@ class Refetch:
         self._in_flight = None
         while True:
             if work is not None:
-                self._note(Kind.FINISH)
+                self._note(EventKind.FINISH)
                 work.wait()
             del sent
             if not rest:
@@ -101,11 +101,11 @@ class Refetch:
                 x = step(x)
                 continue
             y, work = step.launch(x)
-            self._note(Kind.START, x.nbytes)
+            self._note(EventKind.START, x.nbytes)
             return y, x, work, steps[i + 1 :]
         return x, None, None, ()
 
-    def _note(self, kind: Kind, nbytes: int = 0) -> None:
+    def _note(self, kind: EventKind, nbytes: int = 0) -> None:
         if self._log is not None:
             self._log.add("backward", kind, f"{NAME}.rows", self._chunk, nbytes)
 

@@ -20,7 +20,7 @@ import torch
 from mindspeed.memory.frames import key_of
 from mindspeed.memory.saved import Kept, ViewOf
 from mindspeed.memory.segment import Segment
-from mindspeed.moe.events import EventLog, Kind
+from mindspeed.moe.events import EventKind, EventLog
 
 
 class Halves(Protocol):
@@ -98,7 +98,7 @@ class SavedShared:
 
 def _note(log: EventLog | None) -> None:
     if log is not None:
-        log.add("backward", Kind.COMPUTE, "recompute_shared")
+        log.add("backward", EventKind.COMPUTE, "recompute_shared")
 
 
 def _hooks(pack: Callable[[torch.Tensor], Any]) -> contextlib.AbstractContextManager[object]:

@@ -41,7 +41,7 @@ MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputedModule:
     """A module that is computed again in backward.
 
     Attributes:
@@ -54,7 +54,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Part:
+class EndLayers:
     """The embedding (``first``), or output layer and loss (``last``).
 
     Attributes:
@@ -71,14 +71,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layer(Part):
+class ProfiledLayer(EndLayers):
     """A transformer layer.
 
     Attributes:
         recompute: what each module saves, by its name in :data:`MODULES`.
     """
 
-    recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    recompute: Mapping[str, RecomputedModule] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Profile:
         job: values of the arguments on which the costs depend.
     """
 
-    layers: tuple[Layer, ...]
-    first: Part
-    last: Part
+    layers: tuple[ProfiledLayer, ...]
+    first: EndLayers
+    last: EndLayers
     ranks: int
     num_microbatches: int
     chunks: int = 1
@@ -152,8 +152,8 @@ def read_profile(path: Path | str) -> Profile:
     check(value, _FIELDS, where, ConfigError)
     profile = Profile(
         layers=tuple(_layer(one, f"{where}: layers[{i}]") for i, one in enumerate(value["layers"])),
-        first=Part(**_part(value.get("first", {}))),
-        last=Part(**_part(value.get("last", {}))),
+        first=EndLayers(**_part(value.get("first", {}))),
+        last=EndLayers(**_part(value.get("last", {}))),
         ranks=value["ranks"],
         num_microbatches=value["num_microbatches"],
         **{
@@ -173,16 +173,16 @@ def _part(value: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value[name]) for name in _PART if name in value}
 
 
-def _layer(value: Mapping[str, Any], where: str) -> Layer:
+def _layer(value: Mapping[str, Any], where: str) -> ProfiledLayer:
     savings = value.get("recompute", {})
     if unknown := set(savings) - set(MODULES):
         known = ", ".join(MODULES)
         raise ConfigError(f"{where}.recompute: {min(unknown)!r} is none of {known}")
     found = {
-        name: Recompute(float(one.get("seconds", 0)), float(one.get("bytes", 0)))
+        name: RecomputedModule(float(one.get("seconds", 0)), float(one.get("bytes", 0)))
         for name, one in savings.items()
     }
-    layer = Layer(**_part(value), recompute=found)
+    layer = ProfiledLayer(**_part(value), recompute=found)
     for name, one in found.items():
         if one.bytes > layer.activations:
             raise ConfigError(

@@ -45,7 +45,7 @@ _FIELDS: dict[str, Allowed] = {
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchOutcome:
     """Outcome of a search.
 
     Attributes:
@@ -93,9 +93,9 @@ class Result:
         return words
 
 
-def result_of(found: Found, job: Mapping[str, Any]) -> Result:
+def result_of(found: Found, job: Mapping[str, Any]) -> SearchOutcome:
     choice = found.choice
-    return Result(
+    return SearchOutcome(
         found.mode,
         job,
         choice.layers,
@@ -106,7 +106,7 @@ def result_of(found: Found, job: Mapping[str, Any]) -> Result:
     )
 
 
-def write_result(path: Path | str, found: Found, job: Mapping[str, Any]) -> Result:
+def write_result(path: Path | str, found: Found, job: Mapping[str, Any]) -> SearchOutcome:
     """Write the file, atomically."""
     result = result_of(found, job)
     value = {
@@ -131,7 +131,7 @@ def _figures(price: Price) -> dict[str, Any]:
     return {"seconds": price.makespan, "bytes": price.peaks, "bubble": price.bubble}
 
 
-def read_result(path: Path | str) -> Result:
+def read_result(path: Path | str) -> SearchOutcome:
     """Read a file that :func:`write_result` wrote.
 
     Raises:
@@ -146,7 +146,7 @@ def read_result(path: Path | str) -> Result:
     if not layers or len(set(map(len, layers))) != 1 or len(value["recompute"]) != len(layers):
         raise ConfigError(f"{where}: layers and recompute must have an entry for each rank")
     sizes = value.get("sizes")
-    return Result(
+    return SearchOutcome(
         value["mode"],
         value["job"],
         layers,

@@ -23,7 +23,7 @@ from typing import Literal
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.automated.profile import Profile
-from mindspeed.pipeline.automated.stages import Choice, Price, price_of, stages_of
+from mindspeed.pipeline.automated.stages import Price, StageChoice, price_of, stages_of
 from mindspeed.pipeline.layout import Layers, evenly
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.size_search import search_sizes
@@ -49,10 +49,10 @@ class Found:
     """
 
     mode: Mode
-    choice: Choice
+    choice: StageChoice
     before: Price
     after: Price
-    default: Choice
+    default: StageChoice
     limit: float
 
 
@@ -92,7 +92,7 @@ def search(
     kinds = tuple(kinds or (WHOLE + SPLIT)[profile.chunks > 1 :: 2])
     even = evenly(len(profile.layers), profile.ranks, profile.chunks)
     own = "1f1b" if profile.chunks == 1 else "interleaved"
-    default = Choice(even, (0,) * profile.ranks, module, own)
+    default = StageChoice(even, (0,) * profile.ranks, module, own)
     before = price_of(profile, default)
     limit = memory_limit
     if limit is None:
@@ -115,12 +115,14 @@ def search(
 class _Search:
     """The best choice so far, and the smallest peak seen."""
 
-    def __init__(self, profile: Profile, default: Choice, limit: float, recompute: bool) -> None:
+    def __init__(
+        self, profile: Profile, default: StageChoice, limit: float, recompute: bool
+    ) -> None:
         self.profile, self.default, self.limit = profile, default, limit
         self.recompute = recompute
-        self.best: tuple[Price, Choice] | None = None
+        self.best: tuple[Price, StageChoice] | None = None
         self.least = float("inf")
-        self._seen: dict[Choice, tuple[float, ...]] = {}
+        self._seen: dict[StageChoice, tuple[float, ...]] = {}
 
     def all_divisions(self, kind: str) -> None:
         """Try the divisions with a schedule."""
@@ -209,7 +211,7 @@ class _Search:
         layers = _layers(counts, self.profile.chunks)
         return self._consider(replace(self.default, layers=layers, kind=kind))
 
-    def _consider(self, choice: Choice) -> tuple[float, ...]:
+    def _consider(self, choice: StageChoice) -> tuple[float, ...]:
         """Recompute as little as fits, and remember the choice if it is the best.
 
         Returns:
@@ -226,7 +228,7 @@ class _Search:
             self.best = price, fitting
         return key
 
-    def _fitted(self, choice: Choice) -> tuple[Price, Choice]:
+    def _fitted(self, choice: StageChoice) -> tuple[Price, StageChoice]:
         price = price_of(self.profile, choice)
         most = [sum(row) for row in choice.layers]
         while self.recompute and choice.kind in WHOLE:
@@ -241,7 +243,7 @@ class _Search:
             price = price_of(self.profile, choice)
         return price, choice
 
-    def _enough(self, choice: Choice, rank: int, price: Price) -> int:
+    def _enough(self, choice: StageChoice, rank: int, price: Price) -> int:
         """The next number of recomputed layers with which ``rank`` may fit."""
         own = stages_of(self.profile, choice)[rank :: self.profile.ranks]
         kept = sum(stage.kept for stage in own)
@@ -257,7 +259,7 @@ class _Search:
         return sum(choice.layers[rank])
 
 
-def _better(price: Price, choice: Choice, best_price: Price, best: Choice) -> bool:
+def _better(price: Price, choice: StageChoice, best_price: Price, best: StageChoice) -> bool:
     if abs(price.makespan - best_price.makespan) > _SAME * best_price.makespan:
         return price.makespan < best_price.makespan
     if abs(price.peak - best_price.peak) > _SAME * best_price.peak:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindspeed.pipeline.automated.profile import Layer, Part, Profile
+from mindspeed.pipeline.automated.profile import EndLayers, Profile, ProfiledLayer
 from mindspeed.pipeline.layout import Layers, stage_layers
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
@@ -22,7 +22,7 @@ MOST_ACTIONS = 10_000
 
 
 @dataclass(frozen=True)
-class Choice:
+class StageChoice:
     """Variables of the search.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stage:
     static: float
 
 
-def stages_of(profile: Profile, choice: Choice) -> tuple[Stage, ...]:
+def stages_of(profile: Profile, choice: StageChoice) -> tuple[Stage, ...]:
     """The stages of a choice, in the order in which a micro-batch passes them."""
     counts = stage_layers(choice.layers)
     ends = list(itertools.accumulate(counts))
@@ -74,8 +74,10 @@ def stages_of(profile: Profile, choice: Choice) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _stage(layers: Sequence[Layer], again: int, module: str, ends: Sequence[Part]) -> Stage:
-    parts: list[Part] = [*layers, *ends]
+def _stage(
+    layers: Sequence[ProfiledLayer], again: int, module: str, ends: Sequence[EndLayers]
+) -> Stage:
+    parts: list[EndLayers] = [*layers, *ends]
     savings = [layer.recompute[module] for layer in layers[:again]]
     behind = sum(layer.activations for layer in layers[again:])
     transient = 0.0
@@ -140,7 +142,7 @@ class Price:
 
 
 def simulated(
-    profile: Profile, choice: Choice, stages: tuple[Stage, ...], count: int
+    profile: Profile, choice: StageChoice, stages: tuple[Stage, ...], count: int
 ) -> Simulation:
     """A step of ``count`` micro-batches, simulated with the costs of the profile."""
     costs = _of_the_filler(profile, stages)
@@ -164,7 +166,7 @@ def _of_the_filler(profile: Profile, stages: Sequence[Stage]) -> Costs:
     )
 
 
-def price_of(profile: Profile, choice: Choice) -> Price:
+def price_of(profile: Profile, choice: StageChoice) -> Price:
     """Makespan and peaks of a choice; long steps repeat the middle of shorter ones."""
     stages, count = stages_of(profile, choice), profile.num_microbatches
     p = profile.ranks

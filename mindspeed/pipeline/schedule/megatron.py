@@ -41,7 +41,7 @@ from mindspeed.pipeline.schedule.megatron_work import MegatronWork, Recomputatio
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 from mindspeed.pipeline.schedule.regrouped_samples import regrouped
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
-from mindspeed.pipeline.schedule.tracer import Tracer
+from mindspeed.pipeline.schedule.tracer import StepTracer
 from mindspeed.pipeline.schedule.virtual_time import Buffers, VirtualTime
 
 
@@ -158,7 +158,7 @@ class ScheduledPipeline:
     recomputation: Callable[[torch.nn.Module], Recomputation | None] | None = None
     instrument: Callable[[Plan, MegatronWork], VirtualTime] | None = None
     messages: Messages = field(default_factory=Messages)
-    tracer: Tracer | None = None
+    tracer: StepTracer | None = None
 
     def __call__(
         self,
@@ -298,7 +298,7 @@ def with_messages(previous: Callable[..., Any], **changes: Any) -> ScheduledPipe
 
 def traced(pipeline: ScheduledPipeline, folder: str | None) -> ScheduledPipeline:
     """The same pipeline; the times of one of its steps are written to a folder."""
-    return pipeline if folder is None else replace(pipeline, tracer=Tracer(Path(folder)))
+    return pipeline if folder is None else replace(pipeline, tracer=StepTracer(Path(folder)))
 
 
 def written_to(pipeline: ScheduledPipeline, dump: str | None) -> ScheduledPipeline:

@@ -24,7 +24,7 @@ STEP = 3  # the first ones allocate and compile
 _FORWARD = 1 / 3  # of a pair, whose members have no times of their own
 
 
-class Tracer:
+class StepTracer:
     """Chooses the step, and writes it.
 
     Args:

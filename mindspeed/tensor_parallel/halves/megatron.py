@@ -123,7 +123,7 @@ class HalvesForward:
 
     def __init__(self, layer: Any, before: Callable[..., Any]) -> None:
         self._before = before
-        self.attention, self.mlp = Attention(layer), Mlp(layer)
+        self.attention, self.mlp = AttentionPart(layer), Mlp(layer)
         self.following: HalvesForward | None = None
         self.after: HalvesForward | None = None
         self.trace: Callable[[str], None] | None = None
@@ -296,7 +296,7 @@ class _Half(ABC):
         return self._masks[half]
 
 
-class Attention(_Half):
+class AttentionPart(_Half):
     """``input_layernorm``, ``self_attention``, ``self_attn_bda``."""
 
     def __init__(self, layer: Any) -> None:

@@ -11,7 +11,7 @@ from mindspeed.features.pipeline.automated_pipeline import job_of
 from mindspeed.features.registry import derived, resolve
 from mindspeed.pipeline.automated.result import write_result
 from mindspeed.pipeline.automated.search import search
-from mindspeed.pipeline.automated.stages import Choice
+from mindspeed.pipeline.automated.stages import StageChoice
 from tests.pipeline.automated.test_search import profile
 
 JOB = {
@@ -48,7 +48,7 @@ def test_a_result_becomes_the_flags_of_the_same_run(written):
 def test_a_result_with_sizes_is_dynamic_pipeline_parallelism(tmp_path):
     path = tmp_path / "plan.json"
     found = search(profile(), "perf")
-    sizes = Choice(found.choice.layers, (0, 0, 0), sizes=(1, 2, 3, 3, 2, 1))
+    sizes = StageChoice(found.choice.layers, (0, 0, 0), sizes=(1, 2, 3, 3, 2, 1))
     write_result(path, replace(found, choice=sizes), job_of(JOB))
     values = {**JOB, "automated_pipeline_perf": True, "automated_pipeline_file": str(path)}
     assert derived(values)["manual_mbs"] == "1,2,3,3,2,1"

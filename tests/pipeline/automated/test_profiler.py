@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed.pipeline.automated.profile import read_profile
 from mindspeed.pipeline.automated.result import read_result
-from mindspeed.pipeline.automated.stages import Choice, price_of
+from mindspeed.pipeline.automated.stages import StageChoice, price_of
 from mindspeed.pipeline.layout import evenly
 from tests.pipeline.automated.automated_job import peak_bytes
 from tests.support.trainer_job import SETUP
@@ -43,8 +43,8 @@ def test_a_start_measures_and_the_next_one_uses_the_result(spec, ranks, tmp_path
     assert losses(*automated) == losses(*result.flags())
 
     found = ranks(2, peak_bytes, [*words, *result.flags()], **OPTIONS)
-    choice = Choice(result.layers, result.recompute, result.module, result.schedule)
+    choice = StageChoice(result.layers, result.recompute, result.module, result.schedule)
     assert found == pytest.approx(price_of(profile, choice).activations, rel=0.05)
-    default = Choice(evenly(6, 2), (0, 0))
+    default = StageChoice(evenly(6, 2), (0, 0))
     before = ranks(2, peak_bytes, words, **OPTIONS)
     assert before == pytest.approx(price_of(profile, default).activations, rel=0.05)

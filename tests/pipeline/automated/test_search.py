@@ -12,12 +12,18 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.automated import search as search_module
-from mindspeed.pipeline.automated.profile import Layer, Part, Profile, Recompute, read_profile
+from mindspeed.pipeline.automated.profile import (
+    EndLayers,
+    Profile,
+    ProfiledLayer,
+    RecomputedModule,
+    read_profile,
+)
 from mindspeed.pipeline.automated.result import read_result, write_result
 from mindspeed.pipeline.automated.search import search
 from mindspeed.pipeline.automated.stages import (
-    Choice,
     Price,
+    StageChoice,
     price_of,
     simulated,
     stages_of,
@@ -28,12 +34,12 @@ PROFILES = Path(__file__).parent / "profiles"
 
 def profile(*, last: float = 2.0, layers: int = 9, ranks: int = 3, **changes) -> Profile:
     """Equal layers: forward 1, backward 2, 100 bytes, of which 90 can be computed again."""
-    saving = {"layer": Recompute(1.0, 90.0), "mlp": Recompute(0.5, 50.0)}
-    layer = Layer(1.0, 2.0, 100.0, 20.0, saving)
+    saving = {"layer": RecomputedModule(1.0, 90.0), "mlp": RecomputedModule(0.5, 50.0)}
+    layer = ProfiledLayer(1.0, 2.0, 100.0, 20.0, saving)
     made = Profile(
         (layer,) * layers,
-        Part(0.1, 0.1, 10.0, 40.0),
-        Part(last, 2 * last, 50.0, 40.0),
+        EndLayers(0.1, 0.1, 10.0, 40.0),
+        EndLayers(last, 2 * last, 50.0, 40.0),
         ranks,
         6,
     )
@@ -48,7 +54,7 @@ def everything(of: Profile, limit: float, kinds: tuple[str, ...]) -> Iterator[Pr
         layers = tuple((count,) for count in counts)
         for again in itertools.product(*(range(count + 1) for count in counts)):
             for kind in kinds:
-                price = price_of(of, Choice(layers, again, "layer", kind))
+                price = price_of(of, StageChoice(layers, again, "layer", kind))
                 if price.peak <= limit and (kind == "1f1b" or not any(again)):
                     yield price
 
@@ -68,7 +74,7 @@ def test_perf_mode_finds_the_fastest_without_more_memory():
     found = search(of, "perf")
     kinds = ("1f1b", "zb-h1")
     none = [
-        price_of(of, Choice(tuple((n,) for n in counts), (0, 0, 0), "layer", kind))
+        price_of(of, StageChoice(tuple((n,) for n in counts), (0, 0, 0), "layer", kind))
         for counts in itertools.product(range(2, 5), repeat=3)
         if sum(counts) == 9
         for kind in kinds
@@ -116,7 +122,7 @@ def test_stored_profiles_have_one_result(name, mode):
 def test_a_recomputed_layer_is_alone_in_backward():
     """Of 3 layers, 2 recomputed: the last one's activations are gone when they come back."""
     of = profile(last=0.0)
-    choice = Choice(((3,), (3,), (3,)), (0, 2, 0))
+    choice = StageChoice(((3,), (3,), (3,)), (0, 2, 0))
     stage = stages_of(of, choice)[1]
     assert (stage.kept, stage.backward) == (120.0, 8.0)
     assert stage.transient == 0.0  # 90 of the second layer, after 100 of the third
@@ -126,7 +132,7 @@ def test_a_recomputed_layer_is_alone_in_backward():
 
 def test_predicted_memory_is_the_simulated_row():
     of = profile()
-    choice = Choice(((3,), (3,), (3,)), (1, 0, 0))
+    choice = StageChoice(((3,), (3,), (3,)), (1, 0, 0))
     price = price_of(of, choice)
     simulation = simulated(of, choice, stages_of(of, choice), of.num_microbatches)
     assert price.activations == simulation.peak_memory
@@ -135,7 +141,7 @@ def test_predicted_memory_is_the_simulated_row():
 
 def test_a_long_step_is_priced_like_its_simulation(monkeypatch):
     of = profile(num_microbatches=60)
-    choice = Choice(((3,), (4,), (2,)), (1, 0, 0))
+    choice = StageChoice(((3,), (4,), (2,)), (1, 0, 0))
     exact = price_of(of, choice)
     monkeypatch.setattr("mindspeed.pipeline.automated.stages.MOST_ACTIONS", 10)
     assert price_of(of, choice).makespan == pytest.approx(exact.makespan)
@@ -206,7 +212,7 @@ def test_infeasible_says_how_far_one_gets():
         search(profile(), ratio=0.9)
     divisions = [counts for counts in itertools.product(range(2, 5), repeat=3) if sum(counts) == 9]
     least = min(
-        price_of(profile(), Choice(tuple((n,) for n in counts), counts)).peak
+        price_of(profile(), StageChoice(tuple((n,) for n in counts), counts)).peak
         for counts in divisions
     )
     assert f"the least that was found are {least:,.0f}" in str(error.value)

@@ -17,7 +17,7 @@ from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.executor import Tensors, Work, execute
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
-from mindspeed.pipeline.schedule.tracer import Tracer
+from mindspeed.pipeline.schedule.tracer import StepTracer
 from mindspeed.pipeline.schedule.virtual_time import VirtualTime
 
 
@@ -152,7 +152,7 @@ def _name(action: Action) -> torch.Tensor:
 def traced(plan: Plan, folder: str) -> list[bool]:
     """Four steps, of which a tracer writes one; which."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    tracer, chosen = Tracer(Path(folder)), []
+    tracer, chosen = StepTracer(Path(folder)), []
     for _ in range(4):
         channels = PeerToPeer(plan, rank, directions_of(group), lambda transfer: [torch.zeros(2)])
 
