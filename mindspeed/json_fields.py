@@ -5,7 +5,8 @@
     check(values, FIELDS, str(path), ConfigError)
 
 Whatever the file holds, the answer is a checked mapping or one line that names the file, the field,
-the value and what is allowed. Fields that are not declared are left alone.
+the value and what is allowed. :func:`check` leaves fields alone that are not declared;
+:func:`check_declared` refuses them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.parsing import read_json
@@ -189,6 +191,40 @@ ANYTHING = Anything()
 def or_null(allowed: Allowed) -> Allowed:
     """The same, or null."""
     return Either(allowed, NULL)
+
+
+def check_declared(
+    values: Any,
+    kind: type,
+    where: str,
+    error: type[MindSpeedError],
+    removed: Mapping[str, str] | None = None,
+) -> None:
+    """See that an object has exactly the fields of a dataclass, with right values.
+
+    What a field may hold stands in its annotation: ``Annotated[float, Real(0)]``.
+
+    Args:
+        values: What the file holds.
+        kind: The dataclass.
+        where: Name of the object, for messages.
+        error: Raised for the first field that is unknown, missing or wrong.
+        removed: What to say of fields that files had, by name.
+    """
+    known = {entry.name: entry for entry in fields(kind)}
+    if not isinstance(values, Mapping):
+        raise error(f"{where} is no object with {', '.join(known)}")
+    for name in values:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else (removed or {}).get(name, "")
+            raise error(f"{where}: unknown field {name!r}{hint} (known: {', '.join(known)})")
+    for name, entry in known.items():
+        required = entry.default is MISSING and entry.default_factory is MISSING
+        if required and name not in values:
+            raise error(f"{where}: field {name} is missing")
+    hints = get_type_hints(kind, include_extras=True)
+    check(values, {name: hints[name].__metadata__[0] for name in known}, where, error)
 
 
 def read_object(path: Path, error: type[MindSpeedError]) -> dict[str, Any]:

@@ -105,18 +105,18 @@ def _counted(
 ) -> Composed:
     """Composed from small runs, or counted whole."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.compose.compose import compose, count_where_needed
+    from mindspeed.planner.compose.compose import compose, count_whole
 
     cluster = None if own.cluster is None else load_cluster(own.cluster)
     if cluster is not None:
         cluster.check_stages(args)
-    composed = None
     if not own.whole:
         with progress("counting small runs") as tell:
             tell(0, 1)
-            composed = compose(job, args, cluster, limit, own.jobs or cores())
+            if composed := compose(job, args, cluster, limit, own.jobs or cores()):
+                return composed
     with progress("counting and timing ranks of the pipeline") as tell:
-        return count_where_needed(composed, args, cluster, limit, own.jobs or cores(), tell)
+        return count_whole(args, cluster, limit, own.jobs or cores(), tell)
 
 
 def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:

@@ -60,7 +60,6 @@ class CountedDevice:
 
     Args:
         device: the device of this process, for everything else.
-        memory: counter of live bytes.
     """
 
     def __init__(self, device: Device, memory: LiveMemory) -> None:
@@ -197,7 +196,6 @@ def plan_activations(args: argparse.Namespace, budget: int, cluster: Cluster) ->
     Args:
         args: final values, of a dry run of a job with the feature.
         budget: bytes of a device for tensors.
-        cluster: rates of the model of time.
 
     Raises:
         ConfigError: the feature is off.
@@ -284,7 +282,6 @@ def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
 
     Args:
         args: final values, of a dry run of a job with the feature.
-        cluster: rates of the model of time.
 
     Raises:
         ConfigError: the feature is off, or its result exists.

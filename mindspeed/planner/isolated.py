@@ -69,7 +69,6 @@ def call(function: Callable[..., Any], *args: Any, timeout: float | None = None)
     Args:
         function: any callable, including closures.
         args: arguments; inherited, not pickled.
-        timeout: seconds.
 
     Raises:
         MindSpeedError: as raised by the function.
@@ -94,9 +93,7 @@ def map(
     children; on Linux they also end with a parent that is killed.
 
     Args:
-        arguments: positional arguments of each call.
         jobs: number of concurrent children.
-        timeout: seconds of each call.
     """
     waiting = enumerate(arguments)
     running: dict[int, _Child] = {}

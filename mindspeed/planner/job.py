@@ -16,7 +16,6 @@ import copy
 import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
@@ -34,8 +33,6 @@ def changed_words(
     """Replace, add or remove flags of a script's command line.
 
     Args:
-        words: the command line.
-        parser: all flags of the script.
         overrides: values by argument name; None removes a flag.
 
     Raises:
@@ -105,32 +102,26 @@ NO_EFFECT_ON_A_STEP: Mapping[str, Any] = {"lr": 1e-4, "train_iters": 1}
 """Default values of required flags that do not change a step."""
 
 
-@dataclass(frozen=True)
 class Job:
     """A training job by its flags.
+
+    Args:
+        defaults: values of flags that neither ``argv`` nor its recipe sets.
 
     Attributes:
         argv: flags of ``mindspeed pretrain``, with ``--config`` and ``--model``.
         loads: what is assumed about the tokens of experts.
-
-    Args:
-        argv: these flags.
-        defaults: values of flags that neither ``argv`` nor its recipe sets.
     """
 
-    argv: tuple[str, ...]
     loads: ExpertLoads = BALANCED
-    _parser: TrainerParser = field(init=False, repr=False, compare=False)
-    _words: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self, argv: Sequence[str], defaults: Mapping[str, Any] = NO_EFFECT_ON_A_STEP
     ) -> None:
-        object.__setattr__(self, "argv", tuple(argv))
-        parser = build_parser(with_help=False)
-        parser.set_defaults(**defaults)
-        object.__setattr__(self, "_parser", parser)
-        object.__setattr__(self, "_words", tuple(_expanded(argv, parser)))
+        self.argv = tuple(argv)
+        self._parser: Any = build_parser(with_help=False)
+        self._parser.set_defaults(**defaults)
+        self._words = tuple(_expanded(argv, self._parser))
 
     def settings(self, overrides: Overrides | None = None, devices: int | None = None) -> Settings:
         """Final values of the job with some flags changed.
@@ -150,7 +141,7 @@ class Job:
         without: dict[str, Any] = dict(not_planned())
         if devices is None:
             del without["nproc"], without["devices"]
-        words = ["--dry-run", *self._changed({**without, **(overrides or {})})]
+        words = ["--dry-run", *self.flags({**without, **(overrides or {})})]
         notices = io.StringIO()  # repeated for every candidate
         with contextlib.redirect_stderr(notices), contextlib.redirect_stdout(notices):
             settings = prepare(words, devices, parser=self._parser)
@@ -158,8 +149,18 @@ class Job:
 
     def with_loads(self, loads: ExpertLoads) -> Job:
         """The job, planned with these loads of experts."""
+        return self._with(loads=loads)
+
+    def changed(self, flags: Overrides) -> Job:
+        """The job with other values of some flags, by argument name."""
+        if not flags:
+            return self
+        words = tuple(self.flags(flags))
+        return self._with(argv=words, _words=words)
+
+    def _with(self, **values: Any) -> Job:
         changed = copy.copy(self)
-        object.__setattr__(changed, "loads", loads)
+        vars(changed).update(values)
         return changed
 
     def _assumed(self, settings: Settings) -> Settings:
@@ -169,7 +170,10 @@ class Job:
 
     def flags(self, overrides: Overrides | None = None) -> list[str]:
         """The words of the command line with some flags changed; recipes are expanded."""
-        return self._changed(overrides or {})
+        overrides = overrides or {}
+        given = {name: value for name, value in overrides.items() if value is not None}
+        added = recipe.flag_words(given, self._parser)
+        return [*_other_words(self._words, self._parser, overrides), *added]
 
     def gives(self, name: str) -> bool:
         """Whether the command line or its recipe sets an argument."""
@@ -178,11 +182,6 @@ class Job:
     def command(self, overrides: Overrides | None = None) -> str:
         """:meth:`flags` as shell text."""
         return shlex.join(self.flags(overrides))
-
-    def _changed(self, overrides: Overrides) -> list[str]:
-        given = {name: value for name, value in overrides.items() if value is not None}
-        added = recipe.flag_words(given, self._parser)
-        return [*_other_words(self._words, self._parser, overrides), *added]
 
 
 def _expanded(argv: Sequence[str], parser: TrainerParser) -> list[str]:

@@ -157,9 +157,7 @@ def measure(
     Args:
         candidates: candidates of a plan, with ``layout`` and ``prediction``.
         run: returns the seconds of a step of a candidate; raises MindSpeedError if it fails.
-        node_size: devices of a node.
         all_of_them: also measure those that cannot be the fastest.
-        tell: callback with each result.
     """
     parts = {
         number: Parts.of(one.prediction, one.layout, node_size)
@@ -221,9 +219,7 @@ class Launcher:
         """Run a job; the median seconds of its steps without warm-up.
 
         Args:
-            name: name of its log file.
             flags: flags of the job, with which it logs each step.
-            timeout: seconds until it is killed.
 
         Raises:
             PlanError: the job failed; has its last lines.

@@ -74,9 +74,6 @@ def fastest(seconds: Mapping[Way, float]) -> Way:
 def products_of(args: argparse.Namespace) -> list[Product]:
     """The products with a collective of a dense layer that CoC divides, each once.
 
-    Args:
-        args: final values of a job.
-
     Raises:
         ConfigError: nothing is communicated, or the layers' products are not these.
     """
@@ -112,10 +109,8 @@ def measure(
     """Time products. Collective; the times are the largest of all ranks.
 
     Args:
-        products: shapes and collectives.
         dtype: name of :data:`NAMES`.
         group: tensor-parallel ranks.
-        watch: times a function.
     """
     from mindspeed import device
 

@@ -126,7 +126,6 @@ def measure(args: argparse.Namespace, watch: Watch) -> MeasuredPrograms:
     """Time the programs of the layer on all ranks. Collective; groups of the job must exist.
 
     Args:
-        args: final values.
         watch: times a function on all ranks.
     """
     from mindspeed import device

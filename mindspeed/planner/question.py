@@ -139,11 +139,8 @@ def job_words(
     """The words that are assumed, and all words of a job.
 
     Args:
-        purpose: what the model is trained for.
         model: value of ``--model``.
-        flags: of the model.
         said: words of the user.
-        devices: number of ranks.
 
     Raises:
         ConfigError: the user names another model.

@@ -89,33 +89,25 @@ class ScriptLoop:
 class ScriptedJob(Job):
     """A job whose program is a Megatron-LM script.
 
-    Args:
-        path: the script.
-        argv: its flags, including those of features.
-
     Raises:
         ConfigError: the script does not call Megatron-LM's ``pretrain``.
     """
 
-    _script: ScriptJob
-
     def __init__(self, path: str | Path, argv: Sequence[str]) -> None:
-        object.__setattr__(self, "argv", tuple(argv))
-        object.__setattr__(self, "_words", tuple(argv))
-        object.__setattr__(self, "_script", ScriptJob.of(path, argv))
-        object.__setattr__(self, "_parser", self._script.parser())
+        self.argv = self._words = tuple(argv)
+        self._script = ScriptJob.of(path, argv)
+        self._parser = self._script.parser()
 
     def settings(self, overrides: Overrides | None = None, devices: int | None = None) -> Settings:
         """Final values of the script with some flags changed.
 
         Args:
-            overrides: values by argument name.
             devices: number of ranks; default: the smallest that the flags allow.
 
         Raises:
             ConfigError: Megatron-LM or a feature refuses the flags.
         """
-        words = self._changed({**not_planned(), **(overrides or {})})
+        words = self.flags({**not_planned(), **(overrides or {})})
         script = replace(self._script, argv=tuple(words))
         args = script.final_args(devices)
         for name, what in _UNKNOWN_BATCHES.items():
@@ -128,12 +120,13 @@ class ScriptedJob(Job):
         args.planned_loop = ScriptLoop(script)
         return self._assumed(Settings(args, ""))
 
+    def flags(self, overrides: Overrides | None = None) -> list[str]:
+        """The words after the script with some flags changed."""
+        return changed_words(self._words, self._parser, overrides or {})
+
     def command(self, overrides: Overrides | None = None) -> str:
         """The script and its flags as shell text."""
         return shlex.join([str(self._script.path), *self.flags(overrides)])
-
-    def _changed(self, overrides: Overrides) -> list[str]:
-        return changed_words(self._words, self._parser, overrides)
 
 
 def job_of(words: Sequence[str]) -> Job:

@@ -24,28 +24,18 @@ class Priced:
 
 
 @dataclass
-class Pricer:
-    """Estimates and prices by a function."""
+class Predictor:
+    """Bounds, estimates and prices by functions."""
 
     price: object
     estimate: object = None
+    bound: object = lambda change: Bound()
 
     def __post_init__(self):
         self.estimate = self.estimate or self.price
 
-
-@dataclass
-class Bounds:
-    bound: object
-
-    def __call__(self, change):
-        return self.bound(change)
-
     def refine(self, change):
         pass
-
-
-NO_BOUNDS = Bounds(lambda change: Bound())
 
 
 def job(**values):
@@ -124,9 +114,7 @@ def test_a_refused_change_has_its_reason():
     tried = [Change("a", replace(LAYOUT, tp=4)), Change("b", LAYOUT)]
     told = []
     now = Priced(3.0, 5.0)
-    found = effects(
-        tried, Pricer(price), now, 9, bounds=NO_BOUNDS, progress=lambda *now: told.append(now)
-    )
+    found = effects(tried, Predictor(price), now, 9, lambda *now: told.append(now))
     assert [(one.refused, one.seconds) for one in found] == [("heads", 0.0), ("", 2.0)]
     assert told == [(0, 2), (1, 2), (2, 2)]
 
@@ -147,13 +135,13 @@ def test_what_cannot_be_among_the_best_is_not_predicted():
         asked.append(change.what)
         return Priced(bound(change).seconds + 0.5, 1)
 
-    found = effects(tried, Pricer(price), Priced(10, 50), 60, bounds=Bounds(bound))
+    found = effects(tried, Predictor(price, bound=bound), Priced(10, 50), 60)
     assert asked == ["2", "1", "3"] * 2  # estimated, then exactly
     assert [one.skipped for one in found] == [
         "takes at least 5 s", "", "", "", "needs at least 0.000 GiB", "takes at least 4 s",
     ]  # fmt: skip
     assert whats(one.change for one in most_helpful(found, Priced(10, 50), 60)) == ["2", "1", "3"]
-    everything = effects(tried, Pricer(price), Priced(10, 50), 60, bounds=NO_BOUNDS)
+    everything = effects(tried, Predictor(price), Priced(10, 50), 60)
     best = most_helpful(everything, Priced(10, 50), 60)
     assert [one.seconds for one in best] == [1.5, 2.0, 2.5]  # also the one with most memory
 
@@ -162,8 +150,8 @@ def test_what_cannot_be_among_the_best_is_not_predicted():
 def test_what_a_job_does_not_need_is_not_predicted(peak, asked):
     tried = [Change(may, LAYOUT, may=may) for may in (SPEED, MEMORY_ONLY, BOTH)]
     predicted = []
-    price = Pricer(lambda one: predicted.append(one.what) or Priced(1, 1))
-    effects(tried, price, Priced(2, peak), 60, bounds=NO_BOUNDS)
+    price = Predictor(lambda one: predicted.append(one.what) or Priced(1, 1))
+    effects(tried, price, Priced(2, peak), 60)
     assert set(predicted) == asked
 
 
@@ -175,7 +163,7 @@ def test_ctrl_c_keeps_what_was_predicted():
             raise KeyboardInterrupt
         return Priced(1, 1)
 
-    found = effects(tried, Pricer(price), Priced(10, 1), 60, bounds=Bounds(bound))
+    found = effects(tried, Predictor(price, bound=bound), Priced(10, 1), 60)
     assert [one.skipped for one in found] == ["", INTERRUPTED, INTERRUPTED]
 
 
@@ -230,7 +218,7 @@ def test_those_that_help_most_are_exact():
         exact.append(change.what)
         return prices[change.what]
 
-    found = effects(tried, Pricer(price, estimate), Priced(8, 50), 60, bounds=Bounds(bound))
+    found = effects(tried, Predictor(price, estimate, bound), Priced(8, 50), 60)
     assert estimated == ["0", "1", "2", "3"] and sorted(exact) == ["0", "1", "2", "3"]
     best = most_helpful(found, Priced(8, 50), 60)
     assert [(one.change.what, one.exact) for one in best] == [(n, True) for n in "023"]
@@ -241,9 +229,8 @@ def test_an_estimate_near_the_limit_is_made_exact():
     tried, _ = many([(1, 1)])
     found = effects(
         tried,
-        Pricer(lambda one: Priced(1, 59), lambda one: Priced(1, 61)),
+        Predictor(lambda one: Priced(1, 59), lambda one: Priced(1, 61)),
         Priced(8, 50),
         60,
-        bounds=NO_BOUNDS,
     )
     assert [(one.peak_bytes, one.exact) for one in found] == [(59, True)]

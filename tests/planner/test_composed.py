@@ -26,19 +26,13 @@ def counted(monkeypatch):
     return calls
 
 
-def test_a_composed_job_is_not_counted(counted):
-    one = composed.Composed(Check(4, (RankCheck((0,), 1, {}, LIMIT, {}, 0, 0, ()),), LIMIT, True))
-    assert composed.count_where_needed(one, None, None, LIMIT) is one
-    assert counted == []
-
-
 @pytest.mark.parametrize("cluster", [None, "a cluster"])
 def test_a_job_that_cannot_be_composed_is_counted_and_timed_whole(counted, monkeypatch, cluster):
     def timed(args, found, where, jobs, progress):
         return where, jobs
 
     monkeypatch.setattr("mindspeed.planner.time.whole_ranks.predict_whole", timed)
-    found = composed.count_where_needed(None, None, cluster, LIMIT, 3)
+    found = composed.count_whole(None, cluster, LIMIT, 3)
     assert counted == [LIMIT] and not found.check.composed
     assert found.prediction == (cluster and (cluster, 3))
 
@@ -48,7 +42,7 @@ def test_a_job_without_times_says_why(counted, monkeypatch):
         raise PlanError("micro-batches of different sizes\nmore")
 
     monkeypatch.setattr("mindspeed.planner.time.whole_ranks.predict_whole", refused)
-    found = composed.count_where_needed(None, None, "a cluster", LIMIT)
+    found = composed.count_whole(None, "a cluster", LIMIT)
     assert found.check.fullest.peak == 77 and found.prediction is None
     assert found.untimed == "micro-batches of different sizes"
 

@@ -19,25 +19,24 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.instruments.ledger import Communication
 from mindspeed.json_fields import (
     ANYTHING,
     TEXT,
-    Allowed,
     Kind,
     ListOf,
     MapOf,
     Real,
     Whole,
     check,
-    or_null,
+    check_declared,
     read_object,
 )
 from mindspeed.parsing import decode_json
@@ -47,6 +46,14 @@ from mindspeed.ranges import MAX_RANKS
 
 GIB = 1 << 30
 _PRESETS = Path(__file__).parent / "presets"
+_POSITIVE, _LIST = Real(1e-12), ListOf(ANYTHING)
+Positive = Annotated[float, _POSITIVE]
+NotNegative = Annotated[float, Real(0)]
+Part = Annotated[float, Real(0.001, 1)]
+Slowdown = Annotated[float, Real(1, 10)]
+Count = Annotated[int, Whole(1)]
+Text = Annotated[str, TEXT]
+Sources = Annotated[Mapping[str, str], MapOf(TEXT)]
 
 __all__ = [
     "Cluster",
@@ -68,12 +75,12 @@ class MeasuredProduct:
         spread: interquartile range of its times, relative to their median.
     """
 
-    dtype: str
-    m: int
-    n: int
-    k: int
-    seconds: float
-    spread: float = 0.0
+    dtype: Text
+    m: Count
+    n: Count
+    k: Count
+    seconds: Positive
+    spread: NotNegative = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,28 +112,30 @@ class Device:
         source: sources of the figures, by field.
     """
 
-    name: str
-    peak_tflops: Mapping[str, float]
-    memory_gib: float
-    memory_gbs: float
-    reserved_gib: float = 3.0
-    launch_us: float = 4.0
-    cores: int = 128
-    tile: tuple[int, int] = (128, 256)
-    gemm_efficiency: float = 0.8
-    sustained: float = 1.0
-    attention_efficiency: float = 0.5
-    attention_backward: float = 1.0
-    attention_keys: tuple[tuple[float, float], ...] = ()
-    attention_heads: tuple[tuple[float, float], ...] = ()
-    misaligned: float = 1.0
-    host_us: float = 0.0
-    exchange_us: float = 0.0
-    memory_efficiency: float = 0.9
-    host_gbs: float = 25.0
-    gemm_efficiencies: Mapping[str, float] = field(default_factory=dict)
-    products: tuple[MeasuredProduct, ...] = ()
-    source: Mapping[str, str] = field(default_factory=dict)
+    name: Text
+    peak_tflops: Annotated[Mapping[str, float], MapOf(_POSITIVE)]
+    memory_gib: Positive
+    memory_gbs: Positive
+    reserved_gib: NotNegative = 3.0
+    launch_us: NotNegative = 4.0
+    cores: Count = 128
+    tile: Annotated[tuple[int, int], ListOf(Whole(1))] = (128, 256)
+    gemm_efficiency: Part = 0.8
+    sustained: Part = 1.0
+    attention_efficiency: Part = 0.5
+    attention_backward: Positive = 1.0
+    attention_keys: Annotated[tuple[tuple[float, float], ...], _LIST] = ()
+    attention_heads: Annotated[tuple[tuple[float, float], ...], _LIST] = ()
+    misaligned: Slowdown = 1.0
+    host_us: NotNegative = 0.0
+    exchange_us: NotNegative = 0.0
+    memory_efficiency: Part = 0.9
+    host_gbs: Positive = 25.0
+    gemm_efficiencies: Annotated[Mapping[str, float], MapOf(Real(0.001, 1))] = field(
+        default_factory=dict
+    )
+    products: Annotated[tuple[MeasuredProduct, ...], _LIST] = ()
+    source: Sources = field(default_factory=dict)
 
     def efficiency(self, dtype: str) -> float:
         """Fraction of the peak that large products attain."""
@@ -162,14 +171,14 @@ class Cluster:
         note: additional remarks.
     """
 
-    name: str
-    device: Device
-    levels: tuple[Level, ...]
-    overlap_slowdown: float = 1.0
-    collective_us: float = 0.0
-    library: str = ""
-    source: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
+    name: Text
+    device: Annotated[Device, Kind(dict, "an object")]
+    levels: Annotated[tuple[Level, ...], _LIST]
+    overlap_slowdown: Slowdown = 1.0
+    collective_us: NotNegative = 0.0
+    library: Text = ""
+    source: Sources = field(default_factory=dict)
+    note: Text = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.device.name, self.levels))
@@ -238,61 +247,6 @@ def between(curve: Sequence[tuple[float, float]], at: float) -> float:
         if at <= right:
             return low + (high - low) * log(at / left) / log(right / left)
     return curve[-1][1]
-
-
-_POSITIVE, _NOT_NEGATIVE, _PART, _LIST = Real(1e-12), Real(0), Real(0.001, 1), ListOf(ANYTHING)
-_FIELDS: Mapping[type, Mapping[str, Allowed]] = {
-    MeasuredProduct: {
-        "dtype": TEXT,
-        "m": Whole(1),
-        "n": Whole(1),
-        "k": Whole(1),
-        "seconds": _POSITIVE,
-        "spread": _NOT_NEGATIVE,
-    },
-    Device: {
-        "name": TEXT,
-        "peak_tflops": MapOf(_POSITIVE),
-        "memory_gib": _POSITIVE,
-        "memory_gbs": _POSITIVE,
-        "reserved_gib": _NOT_NEGATIVE,
-        "launch_us": _NOT_NEGATIVE,
-        "cores": Whole(1),
-        "tile": ListOf(Whole(1)),
-        "gemm_efficiency": _PART,
-        "gemm_efficiencies": MapOf(_PART),
-        "sustained": _PART,
-        "attention_efficiency": _PART,
-        "attention_backward": _POSITIVE,
-        "attention_keys": _LIST,
-        "attention_heads": _LIST,
-        "misaligned": Real(1, 10),
-        "host_us": _NOT_NEGATIVE,
-        "exchange_us": _NOT_NEGATIVE,
-        "memory_efficiency": _PART,
-        "host_gbs": _POSITIVE,
-        "products": _LIST,
-        "source": MapOf(TEXT),
-    },
-    Level: {
-        "name": TEXT,
-        "size": or_null(Whole(2)),
-        "gbs": _POSITIVE,
-        "latency_us": _NOT_NEGATIVE,
-        "efficiency": _PART,
-        "source": TEXT,
-    },
-    Cluster: {
-        "name": TEXT,
-        "device": Kind(dict, "an object"),
-        "levels": _LIST,
-        "overlap_slowdown": Real(1, 10),
-        "collective_us": _NOT_NEGATIVE,
-        "library": TEXT,
-        "source": MapOf(TEXT),
-        "note": TEXT,
-    },
-}
 
 
 def presets() -> list[str]:
@@ -408,27 +362,27 @@ def parse_cluster(values: Mapping[str, Any], where: str) -> Cluster:
     Raises:
         ConfigError: a field is unknown, missing or wrong.
     """
-    _check(values, Cluster, where)
-    levels = []
-    for index, level in enumerate(values["levels"]):
-        _check(level, Level, f"{where}: levels[{index}]")
-        levels.append(Level(**level))
+    check_declared(values, Cluster, where, ConfigError, _REMOVED)
+    levels = _objects(values["levels"], Level, f"{where}: levels")
     _check_levels(levels, where)
     device = _device(values["device"], f"{where}: device")
-    return Cluster(**{**values, "device": device, "levels": tuple(levels)})
+    return Cluster(**{**values, "device": device, "levels": levels})
+
+
+def _objects(values: Sequence[Any], kind: type, where: str) -> tuple[Any, ...]:
+    for index, one in enumerate(values):
+        check_declared(one, kind, f"{where}[{index}]", ConfigError)
+    return tuple(kind(**one) for one in values)
 
 
 def _device(values: Mapping[str, Any], where: str) -> Device:
-    _check(values, Device, where)
-    products = []
-    for index, product in enumerate(values.get("products", ())):
-        _check(product, MeasuredProduct, f"{where}.products[{index}]")
-        products.append(MeasuredProduct(**product))
+    check_declared(values, Device, where, ConfigError, _REMOVED)
+    products = _objects(values.get("products", ()), MeasuredProduct, f"{where}.products")
     tile = tuple(values.get("tile", Device.tile))
     if len(tile) != 2:
         raise ConfigError(f"{where}.tile is {list(tile)}; allowed are two: rows and columns")
     curves = {name: _curve(values.get(name, ()), f"{where}.{name}") for name in _CURVES}
-    device = Device(**{**values, **curves, "products": tuple(products), "tile": tile})
+    device = Device(**{**values, **curves, "products": products, "tile": tile})
     if "fp32" not in device.peak_tflops:
         raise ConfigError(f"{where}.peak_tflops: fp32 is missing, the rate of other dtypes")
     reserved, whole = device.reserved_gib, device.memory_gib
@@ -470,20 +424,3 @@ def _check_levels(levels: Sequence[Level], where: str) -> None:
 
 _REMOVED = {"fused_chains": ", of an earlier release: a plan knows what is fused, delete it"}
 """What to do about fields that files had."""
-
-
-def _check(values: Any, kind: type, where: str) -> None:
-    """Check that the fields are exactly those of ``kind``, with allowed values."""
-    known = {entry.name: entry for entry in dataclasses.fields(kind)}
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} is no object with {', '.join(known)}")
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else _REMOVED.get(name, "")
-            raise ConfigError(f"{where}: unknown field {name!r}{hint} (known: {', '.join(known)})")
-    for name, entry in known.items():
-        required = entry.default is MISSING and entry.default_factory is MISSING
-        if required and name not in values:
-            raise ConfigError(f"{where}: field {name} is missing")
-    check(values, _FIELDS[kind], where, ConfigError)

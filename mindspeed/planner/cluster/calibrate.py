@@ -69,7 +69,6 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
     """Measure the devices and links of this job. Collective: all ranks get the same result.
 
     Args:
-        settings: figures to measure.
         base: source of figures that are not measured.
         keep_peak: keep the peaks of ``base``, which describes this hardware, and measure
             efficiencies.

@@ -35,6 +35,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, log2, prod
+from typing import Annotated
+
+from mindspeed.json_fields import TEXT, Real, Whole, or_null
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,12 @@ class Level:
         source: source of the figures.
     """
 
-    name: str
-    size: int | None
-    gbs: float
-    latency_us: float
-    efficiency: float = 1.0
-    source: str = ""
+    name: Annotated[str, TEXT]
+    size: Annotated[int | None, or_null(Whole(2))]
+    gbs: Annotated[float, Real(1e-12)]
+    latency_us: Annotated[float, Real(0)]
+    efficiency: Annotated[float, Real(0.001, 1)] = 1.0
+    source: Annotated[str, TEXT] = ""
 
     @property
     def bytes_per_second(self) -> float:

@@ -101,7 +101,6 @@ def measure_products(
     """Time a grid of products.
 
     Args:
-        hardware: the device.
         dtypes: names of :data:`NAMES`.
         largest: rows and columns of the largest matrix.
 
@@ -185,7 +184,6 @@ def measured_device(
 
     Args:
         base: source of figures that cannot be measured: reserved memory, tiles.
-        hardware: the device.
         dtypes: dtypes of products.
         largest: rows and columns of the largest product.
         keep_peak: measure efficiencies relative to the peaks of ``base``; otherwise the fastest

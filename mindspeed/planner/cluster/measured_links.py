@@ -78,7 +78,6 @@ def groups_of(world: int, node: int) -> list[list[list[int]]]:
     """Ranks of the groups of each level: all ranks of a node, then one rank of every node.
 
     Args:
-        world: ranks of the job.
         node: ranks of a node, a divisor of ``world``.
     """
     inside = [list(range(first, first + node)) for first in range(0, world, node)]
@@ -96,9 +95,7 @@ def measure_links(
 
     Args:
         groups: groups of :func:`groups_of`; levels whose groups have one rank are skipped.
-        where: device of the tensors.
         watch: stopwatch that agrees on the number of runs.
-        largest: bytes of the largest message.
     """
     found = []
     for level, of_level in enumerate(groups):

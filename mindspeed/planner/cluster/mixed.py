@@ -73,11 +73,7 @@ class MixedCluster(Cluster):
         return max(kind.collective_seconds(op, payload, ranks) for kind in kinds)
 
     def stage_kinds(self, stages: int) -> tuple[Cluster, ...] | None:
-        """The kind of each pipeline rank; None: one would be on two kinds.
-
-        Args:
-            stages: pipeline ranks.
-        """
+        """The kind of each pipeline rank; None: one would be on two kinds."""
         size, ends = self.devices // stages, accumulate(count for count, _ in self.parts)
         if any(end % size for end in ends):
             return None

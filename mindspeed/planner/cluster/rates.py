@@ -61,10 +61,6 @@ SPLITS = (1, 2, 4, 8)
 class DeviceRates:
     """Rates of one device and its links, for :class:`~mindspeed.instruments.clock.VirtualClock`.
 
-    Args:
-        cluster: the machine.
-        program: the job.
-
     Attributes:
         program: the job.
         products: executions of each matrix product.

@@ -75,12 +75,7 @@ def compose(
     """Compose the figures of a job; None where it cannot be composed.
 
     Args:
-        job: the job.
-        args: its final values.
         cluster: rates of devices and links; None: no times.
-        memory_limit: bytes that the tensors of a rank may take.
-        jobs: concurrent runs.
-        runs: cache of runs.
 
     Raises:
         MindSpeedError: the job cannot start.
@@ -102,29 +97,21 @@ def compose(
     return Composed(found, prediction)
 
 
-def count_where_needed(
-    composed: Composed | None,
+def count_whole(
     args: argparse.Namespace,
     cluster: Cluster | None,
     memory_limit: int | None = None,
     jobs: int = 1,
     progress: Progress = lambda done, of: None,
 ) -> Composed:
-    """Count whole ranks of a job that could not be composed.
+    """Count whole ranks of a job that cannot be composed, and time them on a cluster.
 
     Args:
-        composed: result of :func:`compose`.
-        args: final values of the job.
-        cluster: rates of devices and links; None: no times.
-        memory_limit: bytes that the tensors of a rank may take.
-        jobs: processes that count.
         progress: progress callback, of counted pipeline ranks, then of timed ones.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
     """
-    if composed is not None:
-        return composed
     counted = check(args, memory_limit, jobs=jobs, progress=progress)
     if cluster is None:
         return Composed(counted)

@@ -146,7 +146,6 @@ def _spread(tokens: int, topk: int, loads: Callable[[int], torch.Tensor]) -> tor
     """Draw different parts for each token, int64 ``[tokens, topk]``.
 
     Args:
-        tokens: number of tokens.
         topk: parts of a token.
         loads: tokens of each part among the first n tokens, int64 ``[parts]``.
     """
@@ -202,7 +201,6 @@ def planned_rank(
     """Make this process a global rank of the job, on FakeTensors; yields a copy of its values.
 
     Args:
-        args: final values of the job.
         imbalance: of the routing; default: as the job is planned.
     """
     args = copy.copy(args)

@@ -121,9 +121,6 @@ def check(
 
     Args:
         args: final values, of a dry run; their features are attached.
-        memory_limit: bytes that the tensors of a rank may take.
-        jobs: processes that count.
-        progress: progress callback.
         micro_batches: micro-batches that each pipeline rank runs; default: those of the job.
 
     Raises:

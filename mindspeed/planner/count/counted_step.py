@@ -80,7 +80,6 @@ def count_step(
 
     Args:
         args: final values, of a dry run.
-        rank: global rank.
         micro_batches: micro-batches of the step; default: those of the job.
         watch: makes a context around the counted step.
         imbalance: load of the first expert-parallel rank over the mean; default: as planned.

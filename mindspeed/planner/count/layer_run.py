@@ -46,9 +46,7 @@ def layer_point(layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
     """The model of three layers to run for one kind of layer.
 
     Args:
-        layout: layout of the layer.
         kinds: kinds of all layers of the model.
-        kind: kind of this one.
     """
     base = layout.signature()
     dp = 2 * base.devices // (base.tp * base.cp)
@@ -67,7 +65,6 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
     Args:
         job: the job whose flags ``point`` overrides.
         point: three equal layers on one pipeline rank.
-        cluster: rates of the clock.
 
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.

@@ -83,8 +83,6 @@ def parts(
 
     Args:
         args: final values, of a dry run; their features are attached.
-        cluster: rates of devices and links.
-        rank: global rank.
         offsets: added to the layer numbers of each of its chunks.
     """
     from mindspeed.planner.count.balanced_routing import planned_rank

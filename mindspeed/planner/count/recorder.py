@@ -244,20 +244,9 @@ def planned_row(args: argparse.Namespace, stage: int) -> Row:
 
 def first_may_be_short(args: argparse.Namespace) -> bool:
     """Whether a first step of one micro-batch creates all states that a whole one does."""
-    values = vars(args)
-    if values.get("planned_loop") is not None or any(map(values.get, _WHOLE_FIRST)):
-        return False
-    return not planned_as("needs steps", values)
-
-
-_WHOLE_FIRST = (
-    "virtual_pipeline_model_parallel_size",
-    "optimizer_cpu_offload",
-    "cpu_offloading",
-    "overlap_moe_expert_parallel_comm",
-    "rampup_batch_size",
-)
-"""Megatron's arguments that require a whole first step."""
+    if Parallel.of(args).chunks is not None or vars(args).get("planned_loop") is not None:
+        return False  # an interleaved schedule and a script's own step need several
+    return not planned_as("needs steps", vars(args))
 
 
 def _traffic(communications: Iterable[Any]) -> dict[Message, Traffic]:

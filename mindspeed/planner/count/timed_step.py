@@ -137,7 +137,6 @@ def _layer_hooks(clock: VirtualClock, layer: Any, scope: Scope, outside: Scope) 
     """Register hooks that set the scope of the clock while a transformer layer runs.
 
     Args:
-        layer: a ``TransformerLayer``.
         scope: scope inside the layer.
         outside: scope after it, and before the backward of the last layer.
     """
@@ -245,8 +244,6 @@ def time_step(
 
     Args:
         args: final values, of a dry run.
-        cluster: rates of devices and links.
-        rank: global rank.
         micro_batches: micro-batches of the step; default: those of the job.
         watch: makes a context around the timed step.
     """

@@ -1,6 +1,6 @@
 """Predicted effects of changes of a job.
 
-    for effect in effects(changes(layout, args), pricer, now, memory_limit):
+    for effect in effects(changes(layout, args), predictor, now, memory_limit):
         effect.change.what, effect.seconds, effect.peak_bytes
 
 A change with which the job cannot start has the reason instead. Predictions cost seconds, so
@@ -27,7 +27,7 @@ from mindspeed.planner.explain.changes import MEMORY_ONLY, SPEED, Change
 from mindspeed.planner.search.bounds import NEAR, Bound
 
 if TYPE_CHECKING:
-    from mindspeed.planner.explain.changed_job import ChangeBounds, Predictor
+    from mindspeed.planner.explain.predictor import Predictor
     from mindspeed.planner.time.prediction import Prediction
 
 INTERRUPTED = "interrupted"
@@ -62,11 +62,9 @@ class Effect:
 
 def effects(
     found: Sequence[Change],
-    pricer: Predictor,
+    predictor: Predictor,
     now: Prediction,
     limit: float,
-    *,
-    bounds: ChangeBounds,
     progress: Callable[[int, int], None] = lambda done, of: None,
     count: int = 3,
 ) -> list[Effect]:
@@ -77,15 +75,11 @@ def effects(
     most may be estimates.
 
     Args:
-        pricer: predicts changed jobs.
-        now: prediction of the unchanged job.
         limit: bytes of a rank.
-        bounds: lower bounds of changed jobs.
-        progress: progress callback.
         count: number of the most helpful changes to find.
     """
-    run = _Effects(pricer, now, limit, bounds, count)
-    ordered = sorted(found, key=lambda one: _promise(run.bounds(one), run.fits))
+    run = _Effects(predictor, now, limit, count)
+    ordered = sorted(found, key=run.promise)
     try:
         while True:
             for change in ordered:
@@ -97,9 +91,9 @@ def effects(
                 break
             run.make_exact(uncertain.change)
     except KeyboardInterrupt:
-        run.interrupt(found)
+        pass
     progress(len(found), len(found))
-    return [run.results[id(change)] for change in found]
+    return [run.results.get(id(one), Effect(one, skipped=INTERRUPTED)) for one in found]
 
 
 @dataclass
@@ -110,10 +104,9 @@ class _Effects:
         results: effects, by the identity of the change.
     """
 
-    pricer: Predictor
+    predictor: Predictor
     now: Prediction
     limit: float
-    bounds: ChangeBounds
     count: int
     results: dict[int, Effect] = field(default_factory=dict)
 
@@ -122,6 +115,20 @@ class _Effects:
         """Whether the unchanged job fits."""
         return self.now.peak_bytes <= self.limit
 
+    def bound(self, change: Change) -> Bound:
+        """Bound a change; overlaps hide at most the waits for other replicas."""
+        found = self.predictor.bound(change)
+        if not change.flags:
+            return found
+        rest = self.now.seconds - self.now.exposed.get("data parallel", 0.0)
+        return Bound(max(found.seconds, rest), found.nbytes)
+
+    def promise(self, change: Change) -> tuple[float, float]:
+        """Sort key of changes: what the job lacks comes first."""
+        bound = self.bound(change)
+        both = bound.seconds, bound.nbytes
+        return both if self.fits else both[::-1]
+
     def look_at(self, change: Change) -> None:
         """Estimate a change, unless it was estimated before or cannot help."""
         known = self.results.get(id(change))
@@ -129,25 +136,30 @@ class _Effects:
             return
         reason = self._why_not(change)
         if not reason:
-            self.bounds.refine(change)
+            self.predictor.refine(change)
             reason = self._why_not(change)
         if reason:
             self.results[id(change)] = Effect(change, skipped=reason)
             return
-        self._predict(change, self.pricer.estimate, exact=False)
+        self._predict(change, self.predictor.estimate, exact=False)
         one = self.results[id(change)]
         if one.predicted and abs(one.peak_bytes / self.limit - 1) <= NEAR:
             self.make_exact(change)  # an estimate does not decide whether it fits
 
     def _why_not(self, change: Change) -> str:
-        bound = self.bounds(change)
+        """The reason why a change cannot help; empty if it may."""
+        fits = self.fits
+        if fits and change.may == MEMORY_ONLY:
+            return "only saves memory, and the job fits"
+        if not fits and change.may == SPEED:
+            return "saves no memory, and the job does not fit"
+        bound = self.bound(change)
+        if bound.nbytes > self.limit:
+            return f"needs at least {bound.nbytes / GIB:.3f} GiB"
         helpful = most_helpful(self.results.values(), self.now, self.limit, self.count)
         beaten = max(o.seconds for o in helpful) if len(helpful) == self.count else math.inf
-        slowest = min(self.now.seconds, beaten) if self.fits else beaten
-        reason = _why_not(change, bound, self.fits, self.limit)
-        if not reason and bound.seconds >= slowest:
-            reason = f"takes at least {bound.seconds:.4g} s"
-        return reason
+        slowest = min(self.now.seconds, beaten) if fits else beaten
+        return f"takes at least {bound.seconds:.4g} s" if bound.seconds >= slowest else ""
 
     def uncertain(self) -> Effect | None:
         """One of the most helpful whose figures are estimates."""
@@ -159,7 +171,7 @@ class _Effects:
 
     def make_exact(self, change: Change) -> None:
         """Predict a change without estimates."""
-        self._predict(change, self.pricer.price, exact=True)
+        self._predict(change, self.predictor.price, exact=True)
 
     def _predict(self, change: Change, price: Callable[[Change], Prediction], exact: bool) -> None:
         try:
@@ -168,27 +180,6 @@ class _Effects:
             self.results[id(change)] = Effect(change, refused=str(error))
         else:
             self.results[id(change)] = Effect(change, found.seconds, found.peak_bytes, exact)
-
-    def interrupt(self, found: Sequence[Change]) -> None:
-        """Mark changes without a result as interrupted."""
-        for change in found:
-            self.results.setdefault(id(change), Effect(change, skipped=INTERRUPTED))
-
-
-def _promise(bound: Bound, fits: bool) -> tuple[float, float]:
-    both = bound.seconds, bound.nbytes
-    return both if fits else both[::-1]
-
-
-def _why_not(change: Change, bound: Bound, fits: bool, limit: float) -> str:
-    """The reason why a change cannot help; empty if it may."""
-    if fits and change.may == MEMORY_ONLY:
-        return "only saves memory, and the job fits"
-    if not fits and change.may == SPEED:
-        return "saves no memory, and the job does not fit"
-    if bound.nbytes > limit:
-        return f"needs at least {bound.nbytes / GIB:.3f} GiB"
-    return ""
 
 
 def most_helpful(

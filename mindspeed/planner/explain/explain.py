@@ -12,18 +12,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.job import Parallel
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.compose import compose, count_where_needed
+from mindspeed.planner.compose.compose import compose, count_whole
 from mindspeed.planner.count.check import Check
 from mindspeed.planner.count.parts import PartFigures, parts
-from mindspeed.planner.explain.changed_job import ChangeBounds, Predictor
 from mindspeed.planner.explain.changes import changes
 from mindspeed.planner.explain.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
+from mindspeed.planner.explain.predictor import Predictor
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import layout_of
 from mindspeed.planner.shape import shape_of
@@ -78,20 +79,15 @@ def explain(
 
     Args:
         args: its final values; their features are attached.
-        cluster: rates of devices and links.
-        memory_limit: bytes that the tensors of a rank may take.
-        jobs: processes that count.
         cache: directory of recordings, which later calls reuse.
-        progress: progress callback.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
     """
     progress("counting the job", 0, 2)
     predictor = Predictor(job, args, cluster, jobs, cache)
-    runs = predictor.runs(job)
-    composed = compose(job, args, cluster, memory_limit, jobs, runs)
-    counted = count_where_needed(composed, args, cluster, memory_limit, jobs)
+    composed = compose(job, args, cluster, memory_limit, jobs, predictor.runs(job))
+    counted = composed or count_whole(args, cluster, memory_limit, jobs)
     progress("counting layers", 1, 2)
     now = counted.prediction
     if composed is None or now is None:
@@ -100,14 +96,7 @@ def explain(
     found = list(changes(layout_of(args), args))
     progress("checking which changes can start", 0, len(found))
     predictor.prepare(found)
-    tried = effects(
-        found,
-        predictor,
-        now,
-        memory_limit,
-        bounds=ChangeBounds(predictor, now),
-        progress=lambda done, of: progress("predicting changes", done, of),
-    )
+    tried = effects(found, predictor, now, memory_limit, partial(progress, "predicting changes"))
     helpful = tuple(most_helpful(tried, now, memory_limit))
     fits = now.peak_bytes <= memory_limit or helpful
     close = None if fits else nearest(tried, now)

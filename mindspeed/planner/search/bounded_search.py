@@ -139,14 +139,11 @@ def search(
     """Find the best layouts.
 
     Args:
-        layouts: the candidates.
         evaluator: bounds, checks, counts and prices them.
         memory_limit: bytes of a rank.
-        top: number of layouts to find.
         error: relative distance from the limit within which priced bytes, which may be estimates,
             decide nothing: such layouts are priced exactly in the end, if they are fast enough.
         tolerance: relative distance from the fastest time within which others are a tie.
-        progress: progress callback, of keys.
     """
     run = _Search(evaluator, memory_limit, top, error, tolerance)
     groups = run.groups(layouts)

@@ -50,7 +50,6 @@ class Bounds:
 
     Args:
         args: final values of the job, in any layout.
-        cluster: the machine.
     """
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
@@ -116,7 +115,6 @@ class Bounds:
         """Bound a layout.
 
         Args:
-            layout: the layout.
             runs: a run of each kind of layer (:mod:`mindspeed.planner.shape`), without
                 recomputation if the layout says how many layers are recomputed; None: only matrix
                 products count.

@@ -39,11 +39,7 @@ class JobEvaluator:
     """Evaluates the layouts of a job on a cluster.
 
     Args:
-        job: the job.
         args: its final values, in any layout.
-        cluster: the machine.
-        cache: cache of recordings.
-        jobs: concurrent recordings.
     """
 
     def __init__(

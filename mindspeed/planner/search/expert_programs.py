@@ -32,7 +32,6 @@ class ExpertPrograms:
 
     Args:
         args: final values of the job, in any layout.
-        cluster: the machine.
     """
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:

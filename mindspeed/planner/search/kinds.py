@@ -41,7 +41,6 @@ def on_kinds(
 
     Args:
         layouts: whose stages have equally many layers; a given split is kept.
-        machine: the kinds.
         num_layers: of the model.
         dtype: of products.
         head: layers that take as long as the output layer.
@@ -65,14 +64,7 @@ def on_kinds(
 
 
 def by_kind(machine: MixedCluster, layout: Layout, found: Prediction, layers: int) -> list[str]:
-    """What each kind of devices has of a layout: pipeline ranks, layers, and bytes of its fullest.
-
-    Args:
-        machine: the kinds.
-        layout: the layout.
-        found: its prediction.
-        layers: of the model.
-    """
+    """What each kind of devices has of a layout: pipeline ranks, layers, bytes of its fullest."""
     each = layout.devices // layout.pp
     counts = layout.stage_layers or (layers // (layout.pp * layout.vpp),) * layout.pp * layout.vpp
     of: dict[Cluster, list[int]] = {}

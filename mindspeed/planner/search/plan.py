@@ -75,8 +75,6 @@ def plan(
         memory_limit: bytes that the tensors of a rank may take; default: the cluster's.
         jobs: processes that count.
         cache: directory for counts, which the next search reuses.
-        progress: progress callback, of keys.
-        loads: of experts.
 
     Raises:
         MindSpeedError: the job cannot start in any layout, or its flags are wrong.

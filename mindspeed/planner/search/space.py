@@ -108,7 +108,6 @@ def reason_against(name: str, sizes: Sizes, point: Point) -> str | None:
 
     Args:
         name: the dimension whose value was chosen last.
-        sizes: sizes of the job.
         point: values of this dimension and of those before it, by name.
     """
     check = _CHECKS.get(name)
@@ -318,7 +317,6 @@ class Space:
         """Yield all combinations that can exist, each once.
 
         Args:
-            sizes: sizes of the job.
             removed: receives the number of impossible ones, by reason.
         """
         names = [item.name for item in fields(self)]

@@ -68,7 +68,6 @@ def step_picture(
 
     Args:
         traces: all pipeline ranks.
-        shape: the job.
         costs: seconds of its actions.
         seconds: those of the step.
     """

@@ -103,14 +103,11 @@ def assembled(
     """Assemble a prediction from a simulated schedule and what is added to it.
 
     Args:
-        shape: the job.
-        cluster: the machine.
         plans: the schedule with the seconds of its actions.
         ranks: memory of each pipeline rank.
         ends: seconds after the last action of each pipeline rank.
         waits: seconds that each pipeline rank waits within its actions, by process group.
         flops: FLOPs of the mean device.
-        layout: passed through.
         more: part of the pipeline's seconds that uneven routing adds.
     """
     pipeline = plans.seconds
@@ -154,7 +151,6 @@ def more_when_uneven(ranks: Sequence[tuple[float, float]], shape: Shape) -> floa
     Args:
         ranks: seconds of the actions of each pipeline rank, and those of products and exchanges of
             experts among them.
-        shape: the job.
     """
     slowest = max(busy for busy, _ in ranks)
     if not slowest:
@@ -169,8 +165,6 @@ def stage_costs(
 
     Args:
         chunks: seconds of the ops of each stage; a whole backward or a split one may be missing.
-        shape: the job.
-        cluster: the machine.
     """
     messages = message_seconds(shape, cluster)
     blocking = [0.0, *(0.0 if shape.overlap_messages else one for one in messages), 0.0]

@@ -48,9 +48,6 @@ def predict(
 
     Args:
         traces: all its pipeline ranks, recorded with times of the cluster.
-        shape: the job.
-        cluster: the machine.
-        layout: passed through.
         drawn: add a picture of the step.
 
     Raises:
@@ -113,9 +110,6 @@ def _end_of_step(
     of the pipeline hide.
 
     Args:
-        trace: a pipeline rank.
-        shape: the job.
-        cluster: the machine.
         kind: of the devices of the rank.
         edge: seconds before the first and after the last action of the rank.
     """

@@ -155,7 +155,6 @@ def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
     Args:
         group: Megatron's description of the group.
         size: its size in a run on fewer devices, if it does not grow with the job.
-        shape: the job.
     """
     stage = shape.devices // shape.ranks
     firsts = range(0, shape.devices, stage)

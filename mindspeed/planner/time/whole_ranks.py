@@ -98,8 +98,6 @@ def predict_whole(
     Args:
         args: final values of the job; its features are attached.
         found: its counted bytes and FLOPs.
-        cluster: rates of devices and links.
-        jobs: processes.
         progress: progress callback, of timed steps.
 
     Raises:
