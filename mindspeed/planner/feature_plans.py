@@ -47,8 +47,7 @@ from mindspeed.memory.plan import LayerPlan
 from mindspeed.pipeline.automated.profile import Profile
 from mindspeed.pipeline.automated.task import Task, report
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.cluster.program import program_of
-from mindspeed.planner.cluster.rates import DeviceRates
+from mindspeed.planner.cluster.rates import DeviceRates, clock_of
 from mindspeed.planner.count.fake_world import fake_world
 from mindspeed.planner.count.planned_tensors import PlannedTensors
 
@@ -305,7 +304,7 @@ def _part_of(args: argparse.Namespace, cluster: Cluster, task: Task, stage: int)
     from mindspeed.training.fake_job import rank_in_stage
 
     ends = [rank_in_stage(args, number) for number in (0, 1)]
-    clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
+    clock = clock_of(cluster, args)
     parts: list[RankPart] = []
     latency = cluster.collective_seconds("send", 4, ends)
     instruments = Instruments(lambda: clock.now, modelled_clock(cluster), latency, parts.append)

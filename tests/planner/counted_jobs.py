@@ -36,10 +36,8 @@ def twice() -> dict[str, tuple[Any, Any]]:
             yield
 
     step = count_step(arguments(JOB, 4), watch=watch)
-    products = sum(2 * m * n * k * count for (m, n, k, _), count in step.products.items())
     return {
         "FLOPs": (step.flops, flops.count),
-        "FLOPs by operator": (products + step.other_flops.total(), flops.count.total),
         "communications": (list(step.communications), ledger.events),
         "bytes at the peak": (step.peak, step.at_peak.total()),
     }

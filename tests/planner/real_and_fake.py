@@ -115,7 +115,6 @@ def figures(step: Any) -> dict[str, Any]:
         "at peak": dict(step.at_peak),
         "host": step.host,
         "FLOPs": step.flops,
-        "products": dict(step.products),
         "communication": dict(sent),
     }
 

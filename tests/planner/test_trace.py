@@ -112,7 +112,8 @@ def seconds(job: Any, devices: int, stage: int) -> Any:
     args = job.settings({}, devices).args
     cluster = clusters.load_cluster("h100")
     found = time_step(args, cluster, rank_in_stage(args, stage), micro_batches=4)
-    return found.chunks[0].forward, found.chunks[0].backward + found.chunks[0].recompute
+    chunk = found.chunks[0]
+    return chunk["forward"], chunk["backward"] + chunk["recompute"]
 
 
 def figures(found: Any) -> dict[str, float]:

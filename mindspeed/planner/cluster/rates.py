@@ -31,15 +31,15 @@ User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301
 
 from __future__ import annotations
 
-from collections import Counter
+import argparse
 from dataclasses import replace
 from math import ceil, log2
 
-from mindspeed.instruments.clock import Call
+from mindspeed.instruments.clock import Call, VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster, MeasuredProduct
 from mindspeed.planner.cluster.operations import ATTENTION, Kernels, Operation, Product
-from mindspeed.planner.cluster.program import Experts, Program
+from mindspeed.planner.cluster.program import Experts, Program, program_of
 
 PLAIN = Program()
 """A job in bf16."""
@@ -63,14 +63,12 @@ class DeviceRates:
 
     Attributes:
         program: the job.
-        products: executions of each matrix product.
         routed: seconds of products of experts.
     """
 
     def __init__(self, cluster: Cluster, program: Program = PLAIN) -> None:
         self._cluster, self._device = cluster, cluster.device
         self.program = program
-        self.products: Counter[Product] = Counter()
         self.routed = 0.0
         self._kernels = Kernels()
         self._ahead = 0.0  # seconds of work in the queue of the device
@@ -163,10 +161,8 @@ class DeviceRates:
         starting = self._launch if operation.starts else 0.0
         kept = low is None or dtype != self.program.dtype or bool(self.program.kept & {m, n, k})
         if low is None or kept:
-            self.products[m, n, k, dtype] += batch
             computing = self._product((m, n, k, dtype), together * batch) / together
             return starting + max(computing, self._moving(operation.nbytes))
-        self.products[m, n, k, low.dtype] += batch
         seconds = starting + self._product((m, n, k, low.dtype), together * batch) / together
         if operation.name in WEIGHT_GRADIENTS:  # its operands were quantised before
             return seconds
@@ -227,6 +223,11 @@ class DeviceRates:
             weighted += ratio / distance
             total += 1 / distance
         return weighted / total if total else 1.0
+
+
+def clock_of(cluster: Cluster, args: argparse.Namespace) -> VirtualClock:
+    """The clock of a job with final values ``args`` on a cluster."""
+    return VirtualClock.of(DeviceRates(cluster, program_of(args)))
 
 
 def _busiest(communication: Communication) -> Communication:

@@ -17,14 +17,13 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.instruments import Communication
 from mindspeed.instruments.flops import FlopCount
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner import isolated
-from mindspeed.planner.cluster.operations import Product
 
 Watch = Callable[[LiveMemory], AbstractContextManager[Any]]
 """Makes a context, from the counter, in which the step is counted."""
@@ -43,10 +42,6 @@ class CountedStep:
         at_peak: bytes at the peak, by kind.
         flops: FLOPs of the step.
         communications: communications of the step, in order.
-        products: executions of each matrix product ``(m, n, k, dtype)``.
-        other_flops: FLOPs of operators that are no plain product (attention), by operator.
-        moved: bytes read and written by operators without FLOPs, by operator.
-        calls: executions of each operator that computes or moves bytes.
         host: peak bytes of host memory, for copies that are swapped out.
         host_static: bytes of host memory between steps.
     """
@@ -59,10 +54,6 @@ class CountedStep:
     at_peak: Counter[str]
     flops: FlopCount
     communications: tuple[Communication, ...]
-    products: Counter[Product] = field(default_factory=Counter)
-    other_flops: Counter[str] = field(default_factory=Counter)
-    moved: Counter[str] = field(default_factory=Counter)
-    calls: Counter[str] = field(default_factory=Counter)
     host: int = 0
     host_static: int = 0
 
@@ -121,10 +112,6 @@ def count_here(
             _found(counter.at_peak),
             counter.flops,
             tuple(counter.communications),
-            counter.products,
-            counter.other_flops,
-            counter.moved,
-            counter.calls,
             counter.host_peak,
             host,
         )

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.errors import PlanError
-from mindspeed.instruments.clock import VirtualClock
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.cluster.program import program_of
-from mindspeed.planner.cluster.rates import DeviceRates
+from mindspeed.planner.cluster.rates import clock_of
 from mindspeed.planner.count.recording import Point
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, Recompute
@@ -74,7 +72,7 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
     from mindspeed.planner.count.step_counter import StepCounter, claim
 
     args = job.settings(point.overrides, point.devices).args
-    clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
+    clock = clock_of(cluster, args)
     with planned_rank(args, 0) as own, StepCounter(clock) as counter:
         step = StepOfRank(own, counter, 1)
         claim(counter, step.model)

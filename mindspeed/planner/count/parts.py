@@ -94,9 +94,7 @@ def parts(
 def _parts_here(
     args: argparse.Namespace, cluster: Cluster, offsets: Sequence[int]
 ) -> tuple[PartFigures, ...]:
-    from mindspeed.instruments.clock import VirtualClock
-    from mindspeed.planner.cluster.program import program_of
-    from mindspeed.planner.cluster.rates import DeviceRates
+    from mindspeed.planner.cluster.rates import clock_of
     from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.planner.count.timed_step import scopes_set
 
@@ -105,7 +103,7 @@ def _parts_here(
         step = StepOfRank(args, memory, fewest_micro_batches(args))
         step.run()  # a second step is like all later ones
         kept: dict[Scope, int] = {}
-        clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
+        clock = clock_of(cluster, args)
         with scopes_set(clock, step.model), record_kept(memory, step.model, kept), clock:
             step.run()
     parameters = _parameters(step.model)

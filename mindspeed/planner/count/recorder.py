@@ -17,9 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.registry import planned_as
-from mindspeed.instruments.clock import Call, VirtualClock
-from mindspeed.instruments.flops import repeated_in
-from mindspeed.instruments.ledger import OperatorTraits
+from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import HOST
 from mindspeed.job import Parallel
 from mindspeed.planner.count.marks import Marks
@@ -85,11 +83,6 @@ class Recorder(StepCounter):
         self._before = now
         self._routed = 0.0 if self._clock is None else self._clock.routed
 
-    def _count(self, traits: OperatorTraits, call: Call) -> None:
-        """Add FLOPs alone: nobody asks a recording for its operators."""
-        if traits.formula is not None:
-            self._add(traits.name, call.flops, repeated_in(traits.packet, call.args, call.flops))
-
     def _change(self, key: int, nbytes: int) -> None:
         before, kind = self._storages[key]
         super()._change(key, nbytes)
@@ -118,13 +111,10 @@ def record(job: Job, point: Point, cluster: Cluster | None = None) -> Recording:
         MindSpeedError: the job cannot start, or cannot be counted.
         PlanError: the executed actions are not those of the schedule's plan.
     """
-    from mindspeed.planner.cluster.program import program_of
-    from mindspeed.planner.cluster.rates import DeviceRates
+    from mindspeed.planner.cluster.rates import clock_of
 
     args = job.settings(point.overrides, point.devices).args
-    clock = None
-    if cluster is not None:
-        clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
+    clock = None if cluster is None else clock_of(cluster, args)
     return record_point(args, point, clock)
 
 

@@ -24,7 +24,6 @@ share the memory of the main weights.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -39,7 +38,6 @@ from mindspeed.instruments.clock import Call, VirtualClock
 from mindspeed.instruments.flops import FlopCount, repeated_in
 from mindspeed.instruments.ledger import DEVICE, Communication, CommunicationMode, OperatorTraits
 from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
-from mindspeed.planner.cluster.operations import Product, product_of
 from mindspeed.te.quantized_weight import stored
 
 WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER = "weights", "gradients", "main weights", "optimizer"
@@ -128,20 +126,12 @@ class StepCounter(LiveMemory):
 
     Attributes:
         flops: FLOPs of forward, backward and recomputation.
-        products: executions of each matrix product.
-        other_flops: FLOPs of operators that are no plain product (attention), by name.
-        moved: bytes read and written by operators without FLOPs, by name.
-        calls: executions of operators that compute or move bytes, by name.
         communications: communications, in order.
     """
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         super().__init__()
         self.flops = FlopCount()
-        self.products: Counter[Product] = Counter()
-        self.other_flops: Counter[str] = Counter()
-        self.moved: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
         self.communications: list[Communication] = []
         self._counts = False
         self._clock = clock
@@ -170,25 +160,15 @@ class StepCounter(LiveMemory):
 
     def _reported(self, flops: int) -> None:
         if self._counts:
-            self._add("reported", flops, 0)
-            self.other_flops["reported"] += flops
+            self._add(flops, 0)
 
-    def _add(self, name: str, flops: int, repeated: int) -> None:
+    def _add(self, flops: int, repeated: int) -> None:
         recomputed = self.phase.current() == "recompute"
         self.flops += FlopCount(flops, flops if recomputed else repeated)
-        self.calls[name] += 1
 
     def _count(self, traits: OperatorTraits, call: Call) -> None:
         if traits.formula is not None:
-            self._add(traits.name, call.flops, repeated_in(traits.packet, call.args, call.flops))
-            found = product_of(call)
-            if found is None:
-                self.other_flops[traits.name] += call.flops
-            else:
-                self.products[found[0]] += found[1]
-        elif traits.moves and call.nbytes:
-            self.moved[traits.name] += call.nbytes
-            self.calls[traits.name] += 1
+            self._add(call.flops, repeated_in(traits.packet, call.args, call.flops))
 
 
 class _Mode(CommunicationMode):
@@ -235,7 +215,7 @@ class _Mode(CommunicationMode):
             finally:
                 self._depth -= 1
         if not self._depth:
-            call = Call.of(traits, func, args, kwargs, result)
+            call = Call.of(traits, func, args, kwargs, result, with_bytes=clock is not None)
             counter._count(traits, call)
             if clock is not None:
                 clock.after(traits, call, sent)

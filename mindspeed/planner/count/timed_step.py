@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +36,8 @@ from mindspeed.instruments.clock import TimedCall, VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.cluster.operations import Product
-from mindspeed.planner.cluster.program import program_of
-from mindspeed.planner.cluster.rates import DeviceRates
-from mindspeed.planner.count.layer_costs import GRADIENTS, OPTIMIZER, START, Scope
+from mindspeed.planner.cluster.rates import clock_of
+from mindspeed.planner.count.layer_costs import GRADIENTS, OPTIMIZER, PHASES, START, Scope
 from mindspeed.planner.count.recording import Message
 
 
@@ -177,59 +175,33 @@ BETWEEN_CHUNKS = (
 
 
 @dataclass(frozen=True)
-class ChunkSeconds:
-    """Seconds of a part of the model for one micro-batch, including waits inside it.
-
-    Attributes:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass, without recomputation.
-        recompute: seconds of recomputation in the backward pass.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    recompute: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of all three."""
-        return self.forward + self.backward + self.recompute
-
-
-@dataclass(frozen=True)
 class TimedStep:
     """Modelled seconds of one rank.
 
     Attributes:
-        rank: global rank.
         micro_batches: micro-batches of the step.
         seconds: duration of the step, if no other rank is ever late.
         intervals: timed calls, with times from the start of the step.
-        chunks: mean seconds of each model chunk for one micro-batch, including waits for tensor-,
-            context- and expert-parallel groups, but not for pipeline and data parallelism.
-        scopes: the same for each part of a chunk.
+        chunks: mean seconds of each model chunk for one micro-batch by phase (``forward``,
+            ``backward``, ``recompute``), including waits for tensor-, context- and expert-parallel
+            groups, but not for pipeline and data parallelism.
         gradient_seconds: seconds after the last backward: reductions that were not hidden.
         optimizer_seconds: seconds of the optimizer step, including its gather of parameters.
         exposed: seconds of waiting for communication, by description of the group.
-        products: executions of each matrix product ``(m, n, k, dtype)``.
         routed: seconds of products of experts, and of waits for their exchanges.
     """
 
-    rank: int
     micro_batches: int
     seconds: float
     intervals: tuple[TimedCall, ...]
-    chunks: tuple[ChunkSeconds, ...]
-    scopes: Mapping[Scope, ChunkSeconds]
+    chunks: tuple[Mapping[str, float], ...]
     gradient_seconds: float
     optimizer_seconds: float
     exposed: Mapping[str, float]
-    products: Counter[Product]
     routed: float
 
 
 Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[Any]]
-"""Makes a context, from the clock, in which the step is timed."""
 
 
 def time_step(
@@ -248,42 +220,25 @@ def time_step(
         watch: makes a context around the timed step.
     """
     from mindspeed.planner.count.balanced_routing import planned_rank
-
-    with planned_rank(args, rank) as own:
-        return time_here(own, cluster, rank, micro_batches, watch)
-
-
-def time_here(
-    args: argparse.Namespace,
-    cluster: Cluster,
-    rank: int,
-    micro_batches: int | None = None,
-    watch: Watch = contextlib.nullcontext,
-) -> TimedStep:
-    """Time one step of this process, whose process groups exist; see :func:`time_step`."""
     from mindspeed.planner.count.loop import StepOfRank
 
-    step = StepOfRank(args, LiveMemory(), micro_batches)
-    step.run()  # creates optimizer states, as later steps find them
-    rates = DeviceRates(cluster, program_of(args))
-    clock = VirtualClock.of(rates)
-    with scopes_set(clock, step.model), clock, watch(clock):
-        step.run()
-    scopes = _by_scope(clock.intervals, step.micro_batches)
-    exposed = exposed_by_group(clock.intervals)
-    return TimedStep(
-        rank,
-        step.micro_batches,
-        clock.now,
-        tuple(clock.intervals),
-        _by_chunk(scopes, len(step.model.chunks)),
-        scopes,
-        _seconds(clock.intervals, GRADIENTS),
-        _seconds(clock.intervals, OPTIMIZER),
-        exposed,
-        rates.products,
-        rates.routed + sum(t for name, t in exposed.items() if Message(name, 0, "").routed),
-    )
+    with planned_rank(args, rank) as own:
+        step = StepOfRank(own, LiveMemory(), micro_batches)
+        step.run()  # creates optimizer states, as later steps find them
+        clock = clock_of(cluster, own)
+        with scopes_set(clock, step.model), clock, watch(clock):
+            step.run()
+        exposed = exposed_by_group(clock.intervals)
+        return TimedStep(
+            step.micro_batches,
+            clock.now,
+            tuple(clock.intervals),
+            _by_chunk(clock.intervals, len(step.model.chunks), step.micro_batches),
+            _seconds(clock.intervals, GRADIENTS),
+            _seconds(clock.intervals, OPTIMIZER),
+            exposed,
+            clock.routed + sum(t for name, t in exposed.items() if Message(name, 0, "").routed),
+        )
 
 
 def exposed_by_group(intervals: Iterable[TimedCall]) -> dict[str, float]:
@@ -310,30 +265,13 @@ def _seconds(intervals: Iterable[TimedCall], scope: Scope) -> float:
     )
 
 
-def _by_scope(intervals: Iterable[TimedCall], micro_batches: int) -> dict[Scope, ChunkSeconds]:
-    """Seconds of all scopes of chunks, per micro-batch."""
-    found: dict[Scope, Counter[str]] = {}
-    for interval in intervals:
-        if interval.kind == "communication" or between_chunks(interval):
-            continue
-        if interval.scope.chunk is not None:
-            seconds = found.setdefault(interval.scope, Counter())
-            seconds[interval.phase] += interval.seconds / micro_batches  # type: ignore[assignment]
-    return {
-        scope: ChunkSeconds(times["forward"], times["backward"], times["recompute"])
-        for scope, times in found.items()
-    }
-
-
-def _by_chunk(scopes: Mapping[Scope, ChunkSeconds], count: int) -> tuple[ChunkSeconds, ...]:
-    chunks = []
-    for index in range(count):
-        parts = [times for scope, times in scopes.items() if scope.chunk == index]
-        chunks.append(
-            ChunkSeconds(
-                sum(part.forward for part in parts),
-                sum(part.backward for part in parts),
-                sum(part.recompute for part in parts),
-            )
-        )
-    return tuple(chunks)
+def _by_chunk(
+    intervals: Iterable[TimedCall], count: int, micro_batches: int
+) -> tuple[dict[str, float], ...]:
+    """Seconds of each chunk by phase, per micro-batch."""
+    found = tuple(dict.fromkeys(PHASES, 0.0) for _ in range(count))
+    for one in intervals:
+        chunk = one.scope.chunk
+        if one.kind != "communication" and chunk is not None and not between_chunks(one):
+            found[chunk][one.phase] += one.seconds / micro_batches
+    return found

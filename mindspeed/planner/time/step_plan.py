@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,9 +12,6 @@ from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import Simulation, simulate
 from mindspeed.planner.count.recording import planned_step
 from mindspeed.planner.shape import Shape
-
-Actions = Mapping[tuple[str, int], float]
-"""Number of actions by op and stage."""
 
 EXCHANGE = "exchange"
 """The name of an all-to-all among the ops of a stage."""
@@ -66,7 +62,6 @@ class StepPlan:
         short: plan of the step, or of a shorter one with the same peak memory.
         seconds: duration of the whole step.
         bubble: fraction of it in which the mean rank computes nothing useful.
-        actions: actions of each op and stage in the whole step, by pipeline rank.
         starts: seconds until the first action of each pipeline rank.
         idle: seconds from the last action of each pipeline rank to the end of the pipeline.
     """
@@ -74,7 +69,6 @@ class StepPlan:
     short: Plan
     seconds: float
     bubble: float
-    actions: tuple[Actions, ...]
     starts: tuple[float, ...]
     idle: tuple[float, ...]
 
@@ -92,9 +86,7 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
         both = Action("F", 0, 0), Action("B", 0, 0)
         alone = sum(costs.seconds(plan, one) for one in both)
         further = costs.pair_seconds(plan, *both) if costs.exchange else alone
-        each = {(op, 0): float(count) for op in "FB"}
-        seconds = alone + (count - 1) * further
-        return StepPlan(plan, seconds, 0.0, (each,), (0.0,), (0.0,))
+        return StepPlan(plan, alone + (count - 1) * further, 0.0, (0.0,), (0.0,))
     request = shape.request  # the row that runs: a schedule is not planned with these costs
     group = (request.group_size or ranks) if chunks > 1 else ranks  # messages have a latency
     enough = 2 * ranks + 2 * group
@@ -102,19 +94,15 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
     if not long or request.sizes is not None or request.plan is not None:
         plan = planned_step(request, ranks, chunks, count)
         whole = simulate(plan, costs)
-        return StepPlan(plan, whole.makespan, whole.bubble, _actions(plan), *_edges(whole))
+        return StepPlan(plan, whole.makespan, whole.bubble, *_edges(whole))
     short = enough + (count - enough) % group
     plans = [planned_step(request, ranks, chunks, n) for n in (short, short + group)]
     first, second = (simulate(plan, costs) for plan in plans)
     steps = (count - short) / group
     seconds = first.makespan + steps * (second.makespan - first.makespan)
     useful = first.useful + steps * (second.useful - first.useful)
-    ends = zip(*map(_actions, plans), strict=True)
-    actions = tuple(
-        {k: a.get(k, 0) + steps * (n - a.get(k, 0)) for k, n in b.items()} for a, b in ends
-    )
     bubble = 1 - useful / seconds if seconds else 0.0
-    return StepPlan(plans[1], seconds, bubble, actions, *_edges(second))
+    return StepPlan(plans[1], seconds, bubble, *_edges(second))
 
 
 def _edges(found: Simulation) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -122,13 +110,6 @@ def _edges(found: Simulation) -> tuple[tuple[float, ...], tuple[float, ...]]:
     rows = [[one for one in row if one.action.microbatch is not None] for row in found.timeline]
     starts = tuple(row[0].start if row else 0.0 for row in rows)
     return starts, tuple(found.makespan - row[-1].end if row else 0.0 for row in rows)
-
-
-def _actions(plan: Plan) -> tuple[Actions, ...]:
-    return tuple(
-        Counter((action.op, action.stage) for action in row if action.microbatch is not None)
-        for row in plan.rows
-    )
 
 
 @dataclass(frozen=True)

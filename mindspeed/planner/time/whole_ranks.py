@@ -29,7 +29,6 @@ from mindspeed.planner.count.timed_step import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
-    ChunkSeconds,
     TimedStep,
     between_chunks,
     exposed_by_group,
@@ -215,8 +214,8 @@ def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batche
     )
 
 
-def _whole(chunk: ChunkSeconds) -> dict[str, float]:
-    return {"F": chunk.forward, "B": chunk.backward + chunk.recompute}
+def _whole(chunk: Mapping[str, float]) -> dict[str, float]:
+    return {"F": chunk["forward"], "B": chunk["backward"] + chunk["recompute"]}
 
 
 def _of_parts(found: TimedStep, chunk: int) -> dict[str, float]:
