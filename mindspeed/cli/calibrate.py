@@ -34,7 +34,8 @@ from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, number, whole
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
     from mindspeed.planner.cluster.calibrate import Settings
-    from mindspeed.planner.measured_products import Measured, Watch
+    from mindspeed.planner.cluster.measured_device import Stopwatch
+    from mindspeed.planner.measured_products import Measured
 
 HELP = "measure devices and links of this machine for mindspeed plan --cluster"
 
@@ -221,7 +222,7 @@ def job_of(words: Sequence[str], ranks: int | None) -> argparse.Namespace:
     return Job(words).settings({one.name: None for one in chosen_later}, ranks).args
 
 
-def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: Watch) -> None:
+def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: Stopwatch) -> None:
     """Measure the products of a job on the ranks of this process's job, and write the file.
 
     Args:
@@ -274,7 +275,7 @@ def _print_products(measured: Sequence[Measured], device: str) -> None:
     Console(highlight=False).print(table)
 
 
-def measure_experts(job: argparse.Namespace, args: argparse.Namespace, watch: Watch) -> None:
+def measure_experts(job: argparse.Namespace, args: argparse.Namespace, watch: Stopwatch) -> None:
     """Measure the programs of a job's layer of experts, and write the file.
 
     Args:

@@ -13,11 +13,10 @@ The parent must not have started threads that hold locks, nor initialised an acc
 
 from __future__ import annotations
 
-import builtins
 import gc
+import multiprocessing
 import os
 import pickle
-import selectors
 import signal
 import sys
 import tempfile
@@ -25,7 +24,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import IO, Any, NoReturn
 
 from mindspeed.adaptor.versions import at_least, megatron_version
@@ -34,6 +34,7 @@ from mindspeed.processes import die_with_parent, no_collection
 
 in_child = False
 """Whether this process is a child, whose inherited objects are frozen: counting them takes long."""
+_FORK = multiprocessing.get_context("fork")
 _LAST_LINES = 12
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -102,9 +103,8 @@ def map(
     exhausted = False
     try:
         while True:
-            while not exhausted and len(running) < builtins.max(1, jobs):
-                drawn = next(waiting, None)
-                if drawn is None:
+            while not exhausted and len(running) < max(1, jobs):
+                if (drawn := next(waiting, None)) is None:
                     exhausted = True
                     break
                 with _no_signals():  # until the child ignores them and is among those to kill
@@ -113,32 +113,17 @@ def map(
                 yield done.pop(following)
                 following += 1
             if not running:
-                if exhausted:
-                    return
-                continue
-            for index in _finished(running):
-                done[index] = running.pop(index).result()
+                return
+            ends = [child.end for child in running.values() if child.end is not None]
+            left = max(0.0, min(ends) - time.monotonic()) if ends else None
+            ready = wait([child.pipe for child in running.values()], left)
+            now = time.monotonic()
+            for index, child in list(running.items()):
+                if child.pipe in ready or (child.end is not None and child.end <= now):
+                    done[index] = running.pop(index).result(child.pipe in ready)
     finally:
         for child in running.values():
             child.kill()
-
-
-def _finished(running: dict[int, _Child]) -> list[int]:
-    """Read results until a child ends or times out; the indices of such children."""
-    while True:
-        with selectors.DefaultSelector() as selector:
-            for index, child in running.items():
-                selector.register(child.pipe, selectors.EVENT_READ, index)
-            times = [left for child in running.values() if (left := child.left()) is not None]
-            ready = selector.select(max(0.0, min(times)) if times else None)
-        found = [key.data for key, _ in ready if running[key.data].read()]
-        found += [
-            index
-            for index, child in running.items()
-            if index not in found and (left := child.left()) is not None and left <= 0
-        ]
-        if found:
-            return found
 
 
 @contextmanager
@@ -156,74 +141,53 @@ class _Child:
     """A forked process that computes one result.
 
     Attributes:
-        process: process id.
-        pipe: file descriptor of the pickled result.
+        pipe: receives the pickled result.
         output: file with what the child prints.
         timeout: seconds until it is killed; None: never.
         end: monotonic time at which it is killed.
-        received: pickled result so far.
-        closed: whether the child has closed the pipe.
     """
 
-    process: int
-    pipe: int
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
     output: IO[bytes]
     timeout: float | None
     end: float | None
-    received: bytearray = field(default_factory=bytearray)
-    closed: bool = False
 
     @classmethod
     def start(
         cls, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
     ) -> _Child:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
-        reader, writer = os.pipe()
-        parent, process = os.getpid(), os.fork()
-        if process == 0:
-            os.close(reader)
-            _end_with(parent)
-            _run(function, args, writer, output)
-        os.close(writer)
+        reader, writer = _FORK.Pipe(duplex=False)
+        process = _FORK.Process(target=_run, args=(function, args, writer, output, os.getpid()))
+        process.start()
+        writer.close()
         end = None if timeout is None else time.monotonic() + timeout
         return cls(process, reader, output, timeout, end)
 
-    def left(self) -> float | None:
-        """Seconds until the timeout."""
-        return None if self.end is None else self.end - time.monotonic()
+    def kill(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
-    def read(self) -> bool:
-        """Read available bytes; True at the end."""
-        part = os.read(self.pipe, 1 << 20)
-        self.received += part
-        self.closed = not part
-        return self.closed
-
-    def kill(self) -> int:
-        """Kill the process; its wait status."""
-        with suppress(ProcessLookupError):
-            os.kill(self.process, signal.SIGKILL)
-        return self._reap()
-
-    def _reap(self) -> int:
-        os.close(self.pipe)
-        return os.waitpid(self.process, 0)[1]
-
-    def result(self) -> Any:
-        """The function's return value, or the error of the call."""
-        if not self.closed:
+    def result(self, ready: bool) -> Any:
+        """The function's return value, or the error of the call; not ready: the time is over."""
+        message = None
+        with suppress(EOFError, OSError):  # the process died
+            message = self.pipe.recv_bytes() if ready else None
+        if message is None and not ready:
             self.kill()
             return self._error(f"is not finished after {self.timeout:g} s")
-        status = self._reap()
-        try:
-            result = pickle.loads(self.received)
-        except Exception:  # nothing, or a part: the process died
-            code = os.waitstatus_to_exitcode(status)
+        self.process.join()
+        self.pipe.close()
+        if message is None:
+            code = self.process.exitcode or 0
             return self._error(
                 f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             )
         self.output.close()
-        return result
+        return pickle.loads(message)
 
     def _error(self, what: str) -> PlanError:
         self.output.seek(0)
@@ -234,17 +198,17 @@ class _Child:
         return PlanError(f"a process that counts {what}{printed}")
 
 
-def _end_with(parent: int) -> None:
-    """End this child when its parent is killed."""
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    writer: Connection,
+    output: IO[bytes],
+    parent: int,
+) -> NoReturn:
+    """Run the child, which exits here, without the exit handlers of the parent."""
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], writer: int, output: IO[bytes]
-) -> NoReturn:
-    """Run the child, which exits here, without the exit handlers of the parent."""
     code = 1
     try:
         for number in _SIGNALS:  # handled by the parent, which kills its children
@@ -256,9 +220,7 @@ def _run(
         global in_child
         in_child = True
         gc.freeze()  # collecting the parent's objects would copy their pages
-        message = _message(function, args)
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(message)
+        writer.send_bytes(_message(function, args))
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
 from mindspeed.job import Batch, Parallel
-from mindspeed.planner.cluster.measured_device import NAMES
+from mindspeed.planner.cluster.measured_device import NAMES, Stopwatch
 from mindspeed.te import kernels
 from mindspeed.tensor_parallel.products import OverlappedProducts, why_not_fused
 from mindspeed.tensor_parallel.strategy import (
@@ -40,14 +40,6 @@ MARGIN = 0.02
 FUSED = "fused"
 Way = int | str
 """Number of parts, or :data:`FUSED`."""
-
-
-class Watch(Protocol):
-    """Such as :class:`mindspeed.planner.cluster.measured_device.Stopwatch`."""
-
-    def time(self, run: Callable[[], object]) -> Any:
-        """Time of a function, with its attribute ``seconds``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ def products_of(args: argparse.Namespace) -> list[Product]:
 
 
 def measure(
-    products: Sequence[Product], dtype: str, group: dist.ProcessGroup, watch: Watch
+    products: Sequence[Product], dtype: str, group: dist.ProcessGroup, watch: Stopwatch
 ) -> list[Measured]:
     """Time products. Collective; the times are the largest of all ranks.
 

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -25,22 +25,15 @@ from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
 from mindspeed.job import Batch, Parallel, Precision
 from mindspeed.journal import Journal
-from mindspeed.json_fields import TEXT, Allowed, Kind, MapOf, Real, Whole, check
+from mindspeed.json_fields import TEXT, Kind, MapOf, Real, Whole, check_declared
 from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.sizes import Sizes
 from mindspeed.parsing import read_json
-from mindspeed.planner.measured_products import Watch
+from mindspeed.planner.cluster.measured_device import Stopwatch
 
 _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _NOT_COMPARED = ("node",)
-_FIELDS: Mapping[str, Allowed] = {
-    "device": TEXT,
-    "dtype": TEXT,
-    "tp": Whole(1),
-    "sizes": Kind(dict, "an object"),
-    "seconds": MapOf(Real(1e-12)),
-}
 
 
 @dataclass(frozen=True)
@@ -55,11 +48,11 @@ class MeasuredPrograms:
         seconds: of forward and backward on the slowest rank.
     """
 
-    device: str
-    dtype: str
-    tp: int
-    sizes: Sizes
-    seconds: Mapping[str, float]
+    device: Annotated[str, TEXT]
+    dtype: Annotated[str, TEXT]
+    tp: Annotated[int, Whole(1)]
+    sizes: Annotated[Sizes, Kind(dict, "an object")]
+    seconds: Annotated[Mapping[str, float], MapOf(Real(1e-12))]
 
     def check(self, sizes: Sizes, tp: int, where: str) -> None:
         """Refuse a measurement of another layer.
@@ -122,7 +115,7 @@ class _Nothing:
         return 0.0
 
 
-def measure(args: argparse.Namespace, watch: Watch) -> MeasuredPrograms:
+def measure(args: argparse.Namespace, watch: Stopwatch) -> MeasuredPrograms:
     """Time the programs of the layer on all ranks. Collective; groups of the job must exist.
 
     Args:
@@ -198,9 +191,9 @@ def read(path: Path) -> MeasuredPrograms:
     """
     where = f"--measured {path}"
     values = read_json(path, where)
-    if not isinstance(values, dict) or set(values) != set(_FIELDS):
+    if not isinstance(values, dict) or values.keys() != {x.name for x in fields(MeasuredPrograms)}:
         raise ConfigError(f"{where}: it is no file of mindspeed calibrate --experts")
-    check(values, _FIELDS, where, ConfigError)
+    check_declared(values, MeasuredPrograms, where, ConfigError)
     names = {one.name for one in fields(Sizes)}
     if set(values["sizes"]) != names or not set(values["seconds"]) <= set(ENTRIES):
         raise ConfigError(f"{where}: it is of another release; measure again")

@@ -133,7 +133,6 @@ def search(
     *,
     top: int = 5,
     error: float = 0.0,
-    tolerance: float = TOLERANCE,
     progress: Progress = lambda done, of: None,
 ) -> Outcome:
     """Find the best layouts.
@@ -143,9 +142,8 @@ def search(
         memory_limit: bytes of a rank.
         error: relative distance from the limit within which priced bytes, which may be estimates,
             decide nothing: such layouts are priced exactly in the end, if they are fast enough.
-        tolerance: relative distance from the fastest time within which others are a tie.
     """
-    run = _Search(evaluator, memory_limit, top, error, tolerance)
+    run = _Search(evaluator, memory_limit, top, error)
     groups = run.groups(layouts)
     progress(0, len(groups))
     try:
@@ -164,24 +162,22 @@ _Group = list[tuple[float, Layout]]
 """Layouts with one key and their bounds of time, the fastest first."""
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        evaluator: JobEvaluator,
-        memory_limit: float,
-        top: int,
-        error: float,
-        tolerance: float,
-    ) -> None:
-        self._evaluator, self._limit, self._error = evaluator, memory_limit, error
-        self._top, self._tolerance = top, tolerance
-        self._times: list[float] = []  # of accepted layouts, sorted
-        self._accepted: set[Layout] = set()
-        self._refusals = Refusals()
-        self._waiting: set[Layout] = set()
-        self._near: list[Found] = []  # as near the limit as estimates err
-        self._need = f"need more than {memory_limit / GIB:.4g} GiB"
-        self.outcome = Outcome()
+    _evaluator: JobEvaluator
+    _limit: float
+    _top: int
+    _error: float
+    _times: list[float] = field(default_factory=list)  # of accepted layouts, sorted
+    _accepted: set[Layout] = field(default_factory=set)
+    _refusals: Refusals = field(default_factory=Refusals)
+    _waiting: set[Layout] = field(default_factory=set)
+    _near: list[Found] = field(default_factory=list)  # as near the limit as estimates err
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def _need(self) -> str:
+        return f"need more than {self._limit / GIB:.4g} GiB"
 
     def groups(self, layouts: Iterable[Layout]) -> list[_Group]:
         """Group layouts by key, without those whose weights alone do not fit."""
@@ -231,7 +227,7 @@ class _Search:
         """Seconds above which a layout is neither among the best nor a tie."""
         if len(self._times) < self._top:
             return float("inf")
-        return max(self._times[self._top - 1], self._times[0] * (1 + self._tolerance))
+        return max(self._times[self._top - 1], self._times[0] * (1 + TOLERANCE))
 
     def take(self, group: _Group) -> None:
         """Count the runs of a group once, and price its layouts, unless they are too slow."""
@@ -328,18 +324,14 @@ class _Search:
         outcome = self.outcome
         if self._waiting:
             outcome.removed["not reached before the interruption"] += len(self._waiting)
-        known = [one for one in outcome.priced if one[0] in self._accepted]
-        fastest = min((found.seconds for _, found in known), default=float("inf"))
-        within = fastest * (1 + self._tolerance)
-        ties = sorted(
-            (one for one in outcome.priced if one[1].seconds <= within),
-            key=lambda one: preference(*one),
-        )
-        others = sorted(
-            (one for one in outcome.priced if one[1].seconds > within),
-            key=lambda one: (one[1].seconds, *preference(*one)),
-        )
-        for one in [*ties, *others]:
+        known = [found.seconds for one, found in outcome.priced if one in self._accepted]
+        within = min(known, default=float("inf")) * (1 + TOLERANCE)
+
+        def order(one: Found) -> tuple[Any, ...]:
+            seconds = one[1].seconds
+            return seconds if seconds > within else 0.0, *preference(*one)
+
+        for one in sorted(outcome.priced, key=order):
             if len(outcome.best) == self._top:
                 break
             if ask:

@@ -11,7 +11,6 @@ or less, than their rates say (:data:`FACTORS`), and prices all of them.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -112,15 +111,10 @@ def dealt(num_layers: int, weights: Sequence[float], least: int, head: float) ->
     """
     last = len(weights) - 1
     counts = [least] * len(weights)
-    free = num_layers - least * len(weights)
 
     def done(rank: int) -> float:
         return weights[rank] * (counts[rank] + 1 + head * (rank == last))
 
-    heap = [(done(rank), rank) for rank in range(len(weights))]
-    heapq.heapify(heap)
-    for _ in range(free):
-        _, rank = heapq.heappop(heap)
-        counts[rank] += 1
-        heapq.heappush(heap, (done(rank), rank))
+    for _ in range(num_layers - sum(counts)):
+        counts[min(range(len(counts)), key=done)] += 1
     return counts

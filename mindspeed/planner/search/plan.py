@@ -33,7 +33,6 @@ from mindspeed.planner.search.expert_programs import ExpertPrograms
 from mindspeed.planner.search.kinds import by_kind, on_kinds
 from mindspeed.planner.search.result import (
     ESTIMATED,
-    TOLERANCE,
     Candidate,
     Closest,
     Help,
@@ -129,7 +128,6 @@ def plan(
         closest=closest,
         interrupted=outcome.interrupted,
         wall_seconds=time.monotonic() - start,
-        tolerance=TOLERANCE,
         notes=tuple(notes),
         interval=interval_of(job_kind(args), machine.name),
         assumed=assumed(args),

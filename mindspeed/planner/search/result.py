@@ -123,15 +123,7 @@ class Closest:
             "layout": self.layout.to_json(),
             "peak_bytes": self.prediction.peak_bytes,
             "deficit_bytes": self.deficit,
-            "help": [
-                {
-                    "what": one.what,
-                    "layout": one.layout.to_json(),
-                    "peak_bytes": one.peak_bytes,
-                    "fits": one.fits,
-                }
-                for one in self.help
-            ],
+            "help": [{**vars(one), "layout": one.layout.to_json()} for one in self.help],
         }
 
 

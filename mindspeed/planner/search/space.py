@@ -274,7 +274,7 @@ class Space:
             cp_algorithm=("ulysses", "ring"),
             ep=tuple(experts) or (1,),
             etp=(1, None) if sizes.experts else (None,),
-            pp=tuple(n for n in _divisors(sizes.devices) if n <= layers),
+            pp=tuple(n for n in range(1, layers + 1) if sizes.devices % n == 0),
             mbs=tuple(n for n in (1, 2, 4, 8) if n <= longest),
             vpp=tuple(n for n in range(1, 13) if not (layers % n and (layers + 2) % n)),
             schedule=(None, *options("schedule")),
@@ -380,8 +380,3 @@ def _layout(sizes: Sizes, point: Mapping[str, Any]) -> Layout:
     if values["etp"] == values["tp"]:
         values["etp"] = None
     return Layout(sizes.devices, sizes.global_batch_size, stage_layers=layers, **values)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
