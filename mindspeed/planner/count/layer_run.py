@@ -8,13 +8,15 @@ known. A search bounds a layout with it
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.rates import clock_of
-from mindspeed.planner.count.recording import Point
+from mindspeed.planner.count.marks import Marks
+from mindspeed.planner.count.recording import Part, Point
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.shape import DENSE, RECOMPUTED
@@ -73,72 +75,33 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
 
     args = job.settings(point.overrides, point.devices).args
     clock = clock_of(cluster, args)
+    begun: dict[tuple[Part, int], tuple[float, int]] = {}
+
+    def enter(action: int, part: Part, layer: int) -> None:
+        begun.setdefault((part, layer), (clock.now, counter.total))
+        if part in (Part.AGAIN, Part.BACK) and layer == 0:
+            raise _Known
+
     with planned_rank(args, 0) as own, StepCounter(clock) as counter:
         step = StepOfRank(own, counter, 1)
         claim(counter, step.model)
-        marks = _Marks(clock, counter)
-        marks.follow(step.model.chunks)
-        with counter.counting(), contextlib.suppress(_Known):
+        watched = Marks(enter, ()).watching(step.model)
+        with contextlib.suppress(_Known), counter.counting(), watched:
             step.run()
-    return marks.layer()
+    try:
+        (start, before), (end, after) = (begun[Part.LAYER, layer] for layer in (1, 2))
+        second, first, ending = (_backward(begun, layer) for layer in (1, 0, 2))
+        left = begun.get((Part.LAYER, LAYERS)) or begun[Part.POST, 0]  # of multi-token prediction
+    except KeyError:
+        raise PlanError("the layers of the model did not run one after the other") from None
+    return LayerRun(end - start, first - second, after - before, ending - left[0])
+
+
+def _backward(begun: Mapping[tuple[Part, int], tuple[float, int]], layer: int) -> float:
+    """When the gradient of the output of a layer was known."""
+    found = begun.get((Part.AGAIN, layer)) or begun[Part.BACK, layer]
+    return found[0]
 
 
 class _Known(Exception):
-    """Raised when all marks are known, to skip the rest of the step."""
-
-
-class _Marks:
-    """Times and bytes at the inputs of layers, in forward and backward."""
-
-    def __init__(self, clock: Any, memory: Any) -> None:
-        self._clock, self._memory = clock, memory
-        self._forward: dict[int, tuple[float, int]] = {}
-        self._backward: dict[int, float] = {}
-        self._output = [0.0, 0.0]
-
-    def follow(self, chunks: Any) -> None:
-        """Hook the layers of the model."""
-        from megatron.core.transformer import TransformerLayer
-
-        layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
-        if len(layers) < LAYERS:
-            raise PlanError("a model of three layers was expected")
-        for number, layer in enumerate(layers[:LAYERS]):  # those of multi-token prediction follow
-            layer.register_forward_pre_hook(self._entering(number), with_kwargs=True)
-        layers[LAYERS - 1].register_forward_hook(self._leaving)
-
-    def _leaving(self, module: Any, args: Any, result: Any) -> None:
-        hidden = result[0] if isinstance(result, tuple) else result
-
-        def left(gradient: Any) -> None:
-            self._output[1] = self._clock.now
-
-        self._output[0] = self._clock.now
-        hidden.register_hook(left)
-
-    def _entering(self, number: int) -> Any:
-        def entering(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            self._forward.setdefault(number, (self._clock.now, self._memory.total))
-            if hidden.requires_grad:
-                hidden.register_hook(left)
-
-        def left(gradient: Any) -> None:
-            self._backward[number] = self._clock.now
-            if number == 1:
-                raise _Known
-
-        return entering
-
-    def layer(self) -> LayerRun:
-        """Return the second layer: the first one begins before its own work.
-
-        Raises:
-            PlanError: a layer did not run forward and backward.
-        """
-        if len(self._forward) < LAYERS or self._backward.keys() < {1, 2}:
-            raise PlanError("the layers of the model did not run one after the other")
-        (start, before), (end, after) = self._forward[1], self._forward[2]
-        backward = self._backward[1] - self._backward[2]
-        output = self._output[1] - self._output[0]
-        return LayerRun(end - start, backward, after - before, output)
+    """Raised when the second layer has run forward and backward, to skip the rest of the step."""
