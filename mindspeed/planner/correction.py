@@ -34,8 +34,6 @@ class Parts:
 
     Attributes:
         compute: computation, bubbles, everything except exposed communication.
-        intra: exposed communication within a node.
-        inter: exposed communication between nodes.
     """
 
     compute: float
@@ -85,42 +83,37 @@ class Factors:
     """Estimates of the three factors.
 
     Attributes:
-        mean: means of the factors of compute, intra and inter.
-        covariance: covariance matrix, [3, 3].
+        mean: means of the factors of compute, intra and inter, ``[3]``.
+        covariance: covariance matrix, ``[3, 3]``.
     """
 
-    mean: tuple[float, float, float]
-    covariance: tuple[tuple[float, ...], ...]
+    mean: Any
+    covariance: Any
 
     @classmethod
     def first(cls, parts: Parts, seconds: float) -> Factors:
         """Estimate from the first measured step, which scales all three equally."""
         scale = seconds / parts.seconds
-        covariance = np.eye(3) * (SPREAD * scale) ** 2
-        return cls._of(np.full(3, scale), covariance).updated(parts, seconds)
-
-    @classmethod
-    def _of(cls, mean: Any, covariance: Any) -> Factors:
-        first, second, third = (float(value) for value in mean)
-        return cls((first, second, third), tuple(tuple(map(float, row)) for row in covariance))
+        return cls(np.full(3, scale), np.eye(3) * (SPREAD * scale) ** 2).updated(parts, seconds)
 
     def updated(self, parts: Parts, seconds: float) -> Factors:
         """Update with another measured step."""
-        x, mean, covariance = parts.vector(), np.array(self.mean), np.array(self.covariance)
-        along = covariance @ x
+        x = parts.vector()
+        along = self.covariance @ x
         gain = along / (x @ along + (NOISE * seconds) ** 2)
-        return self._of(mean + gain * (seconds - x @ mean), covariance - np.outer(gain, along))
+        mean = self.mean + gain * (seconds - x @ self.mean)
+        return Factors(mean, self.covariance - np.outer(gain, along))
 
     def seconds(self, parts: Parts) -> float:
         """The corrected prediction."""
-        return float(parts.vector() @ np.array(self.mean))
+        return float(parts.vector() @ self.mean)
 
     def optimistic(self, parts: Parts) -> float:
         """Lower confidence bound on a step: two standard deviations below the prediction."""
         x = parts.vector()
-        deviation = float(np.sqrt(max(0.0, x @ np.array(self.covariance) @ x)))
+        deviation = float(np.sqrt(max(0.0, x @ self.covariance @ x)))
         return max(0.0, self.seconds(parts) - _DEVIATIONS * deviation)
 
     def to_json(self) -> Mapping[str, float]:
         """The means by factor."""
-        return dict(zip(("compute", "intra", "inter"), self.mean, strict=True))
+        return dict(zip(("compute", "intra", "inter"), self.mean.tolist(), strict=True))

@@ -37,7 +37,6 @@ class JobKind:
     """What distinguishes jobs whose predictions are off differently.
 
     Attributes:
-        experts: whether the model has routed experts.
         precision: ``bf16``, ``fp8``, ``mxfp8`` or ``nvfp4``.
     """
 

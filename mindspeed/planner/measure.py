@@ -37,27 +37,13 @@ GRACE = 40.0
 _SECONDS = re.compile(r"(?:elapsed time per iteration \(ms\)|ms/iteration): +([0-9.]+)")
 _LAST_LINES = 5
 
-OF_A_MEASUREMENT: dict[str, Any] = {
-    "train_iters": STEPS,
-    "train_samples": None,
-    "train_tokens": None,
-    "log_interval": 1,
-    "eval_iters": 0,
-    "eval_interval": 1000,
-    "lr_decay_iters": None,
-    "lr_decay_samples": None,
-    "lr_warmup_iters": None,
-    "lr_warmup_samples": None,
-    "lr_warmup_fraction": None,
-    "rampup_batch_size": None,
-    "exit_interval": None,
-    "exit_duration_in_mins": None,
-    "tensorboard_dir": None,
-    "save": None,
-    "save_interval": None,
-    "load": None,
-    "dry_run": None,
-}
+_NOT_MEASURED = (
+    *("train_samples", "train_tokens", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
+    *("lr_warmup_samples", "lr_warmup_fraction", "rampup_batch_size", "exit_interval"),
+    *("exit_duration_in_mins", "tensorboard_dir", "save", "save_interval", "load", "dry_run"),
+)
+_SHORT = {"train_iters": STEPS, "log_interval": 1, "eval_iters": 0, "eval_interval": 1000}
+OF_A_MEASUREMENT: dict[str, Any] = {**dict.fromkeys(_NOT_MEASURED), **_SHORT}
 """Overrides of a job that runs for a measurement."""
 
 Run = Callable[[int, Any], float]
@@ -71,7 +57,6 @@ class MeasuredCandidate:
         number: its number in the plan, from 1.
         seconds: seconds of a step; None: it failed.
         predicted: seconds that the corrected model predicted.
-        error: reason of a failure.
     """
 
     number: int
@@ -79,6 +64,11 @@ class MeasuredCandidate:
     seconds: float | None
     predicted: float
     error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The measurement as JSON."""
+        seconds = {"seconds": self.seconds, "expected_seconds": self.predicted}
+        return {"number": self.number, **seconds, "error": self.error}
 
 
 @dataclass(frozen=True)
@@ -129,15 +119,7 @@ class Measurements:
     def to_json(self) -> dict[str, Any]:
         """The measurements as JSON."""
         return {
-            "runs": [
-                {
-                    "number": run.number,
-                    "seconds": run.seconds,
-                    "expected_seconds": run.predicted,
-                    "error": run.error,
-                }
-                for run in self.runs
-            ],
+            "runs": [one.to_json() for one in self.runs],
             "factors": None if self.factors is None else self.factors.to_json(),
             "interrupted": self.interrupted,
             "not_started": [{"number": n, "expected_seconds": s} for n, s in self.left],
@@ -206,8 +188,6 @@ class Launcher:
     Attributes:
         program: words before the flags, such as ``-m mindspeed pretrain``.
         ranks: number of processes.
-        directory: directory of their output.
-        environment: additional variables.
     """
 
     program: tuple[str, ...]

@@ -70,18 +70,10 @@ class Shape:
     """Properties of a job that composition uses.
 
     Attributes:
-        request: schedule of the pipeline.
         ranks: pipeline parallel size.
         chunks: model chunks of a rank.
         stages: kinds of the layers of each stage, in the order in which a micro-batch passes them.
-        micro_batch: samples of a micro-batch.
         micro_batches: micro-batches of a step on one data-parallel rank.
-        data_parallel: data parallel size, without context parallelism.
-        devices: ranks of the job.
-        tensor: tensor parallel size.
-        context: context parallel size.
-        expert: expert parallel size.
-        expert_tensor: expert tensor parallel size.
         message: bytes of a micro-batch between two stages.
         overlap_messages: send messages while the next action runs.
         overlap_gradients: reduce gradients while backward runs.

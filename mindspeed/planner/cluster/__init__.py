@@ -168,7 +168,6 @@ class Cluster:
         collective_us: fixed microseconds of each communication.
         library: of collectives, such as NCCL; empty: not known.
         source: sources of the figures, by field.
-        note: additional remarks.
     """
 
     name: Text

@@ -47,7 +47,6 @@ class Settings:
     """Figures to measure, and the effort.
 
     Attributes:
-        name: name of the cluster.
         dtypes: dtypes of matrix products; attention uses the first one.
         largest: rows and columns of the largest matrix, tokens of attention.
         largest_message: bytes of the largest collective.

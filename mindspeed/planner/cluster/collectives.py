@@ -45,12 +45,10 @@ class Level:
     """Links between devices that share a domain.
 
     Attributes:
-        name: name of the link.
         size: devices of a domain; None: all.
         gbs: bandwidth of one device in GB/s, in one direction.
         latency_us: microseconds of one step of an algorithm.
         efficiency: fraction of ``gbs`` that large messages attain.
-        source: source of the figures.
     """
 
     name: Annotated[str, TEXT]

@@ -43,10 +43,8 @@ class Stopwatch:
 
     Attributes:
         synchronize: waits for the device.
-        samples: number of samples.
         seconds: minimum duration of a sample.
         agree: makes the number of runs equal on all participating ranks.
-        now: the clock.
     """
 
     synchronize: Callable[[], None]

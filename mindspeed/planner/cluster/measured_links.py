@@ -33,8 +33,6 @@ class Sample:
 
     Attributes:
         level: index of the level that its group crosses.
-        op: name of the collective.
-        size: ranks of the group.
         payload: bytes as in :mod:`mindspeed.instruments.ledger`.
         seconds: median duration.
         spread: interquartile range relative to the median.

@@ -80,7 +80,6 @@ class Operation:
     """One call of an operator.
 
     Attributes:
-        name: name of the operator.
         flops: executed FLOPs.
         nbytes: bytes that are read and written; of a kernel of several operators, without those
             that stay inside.

@@ -37,7 +37,6 @@ class Multiplication:
     """How linear layers multiply.
 
     Attributes:
-        dtype: of products.
         width: bytes of an entry.
         passes: times that an operand is read to be quantised.
     """

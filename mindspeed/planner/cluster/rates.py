@@ -62,7 +62,6 @@ class DeviceRates:
     """Rates of one device and its links, for :class:`~mindspeed.instruments.clock.VirtualClock`.
 
     Attributes:
-        program: the job.
         routed: seconds of products of experts.
     """
 

@@ -37,7 +37,6 @@ class GroupTraffic:
 
     Attributes:
         group: Megatron's description of the group.
-        size: ranks of the group.
         op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
         calls: number of calls; None: unknown.
         payload: bytes of the tensors.
@@ -58,12 +57,10 @@ class RankCheck:
 
     Attributes:
         pipeline_ranks: their numbers.
-        parameters: parameters on the rank.
         static: bytes between steps, by kind.
         peak: largest number of bytes alive at once.
         at_peak: bytes at the peak, by kind.
         flops: FLOPs executed in a step, recomputation included.
-        recomputed: FLOPs of recomputation.
         traffic: messages, by group and operation.
         host: bytes of host memory between steps.
     """

@@ -34,13 +34,10 @@ class CountedStep:
     """Figures of one rank; bytes are those of tensors, without what an allocator adds.
 
     Attributes:
-        rank: global rank.
-        micro_batches: micro-batches of the step.
         parameters: parameters on this rank; with Megatron-FSDP those of its shards.
         static: bytes between steps, by kind (:mod:`mindspeed.planner.count.step_counter`).
         peak: largest number of bytes alive at once during a step.
         at_peak: bytes at the peak, by kind.
-        flops: FLOPs of the step.
         communications: communications of the step, in order.
         host: peak bytes of host memory, for copies that are swapped out.
         host_static: bytes of host memory between steps.

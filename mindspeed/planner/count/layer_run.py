@@ -30,7 +30,6 @@ class LayerRun:
     """Figures of a layer.
 
     Attributes:
-        forward: seconds of a micro-batch.
         backward: seconds of a micro-batch, recomputation included.
         kept: bytes kept from forward to backward.
         output: seconds from the end of the last layer until its gradient, of a micro-batch.

@@ -179,7 +179,6 @@ class TimedStep:
     """Modelled seconds of one rank.
 
     Attributes:
-        micro_batches: micro-batches of the step.
         seconds: duration of the step, if no other rank is ever late.
         intervals: timed calls, with times from the start of the step.
         chunks: mean seconds of each model chunk for one micro-batch by phase (``forward``,

@@ -40,8 +40,6 @@ class Change:
     """Another configuration of the same job.
 
     Attributes:
-        what: description for users.
-        layout: layout of the changed job.
         flags: values of other flags, by argument name.
         may: possible improvement: ``speed``, ``memory``, or ``both``.
     """

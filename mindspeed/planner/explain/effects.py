@@ -40,9 +40,6 @@ class Effect:
     """Predicted effect of a change.
 
     Attributes:
-        seconds: predicted seconds of a step.
-        peak_bytes: predicted bytes of the fullest rank.
-        exact: whether the figures are no estimates.
         refused: reason why the changed job cannot start, or cannot be counted; empty otherwise.
         skipped: reason why the change cannot be among the most helpful; empty otherwise.
     """

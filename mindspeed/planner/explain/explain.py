@@ -47,7 +47,6 @@ class Explanation:
         check: bytes, FLOPs and messages of all pipeline ranks.
         parts: layers, and the rest, of some pipeline ranks.
         prediction: predicted time; None for a job that can only be counted whole.
-        helpful: the changes that help most.
         nearest: the change that needs least memory, if none makes the job fit.
         tried: changes that were predicted, skipped or refused.
     """

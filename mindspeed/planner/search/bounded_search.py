@@ -101,10 +101,8 @@ class Outcome:
     Attributes:
         best: the best layouts, ties first.
         priced: all priced layouts that fit and were not refused.
-        refused: layouts that cannot start.
         removed: number of skipped layouts, by reason.
         measured: number of keys that were counted.
-        interrupted: whether Ctrl-C ended the search.
     """
 
     best: list[Found] = field(default_factory=list)

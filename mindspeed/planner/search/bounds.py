@@ -211,8 +211,7 @@ class Bounds:
         head = tokens * self._head_flops * (1 + backward) / self._rate(layout.precision)
         if layout.schedule is None or layout.placed:
             head = max((head, *(run.output for run in runs.values())))
-        plain, repeated = self._layer_seconds(layout, runs, tokens, backward)
-        behind = plain.backward if layout.schedule is None else plain.input_gradient
+        forward, back, behind, repeated = self._layer_seconds(layout, runs, tokens, backward)
         again = layout.recompute.layers if layout.recompute is not None else 0
         last = layout.placement.ends[1]
         ahead, found = 0.0, []
@@ -220,11 +219,11 @@ class Bounds:
             chunks = self._chunks(layout, rank)
             more = layers if again < 0 else sum(min(count, again) for count in chunks)
             more *= again < 0 or self._equal
-            busy = layers * (plain.forward + plain.backward) + more * repeated
+            busy = layers * (forward + back) + more * repeated
             busy += head * (rank == last)
             found.append(layout.micro_batches * busy + ahead)
             if not layout.placed and self._equal:  # of one micro-batch in chunk 0
-                ahead += chunks[0] * (plain.forward + behind)
+                ahead += chunks[0] * (forward + behind)
         pipeline = max(found) if self._equal else sum(found) / len(found)
         return pipeline + self._end_of_step(layout)
 
@@ -260,14 +259,16 @@ class Bounds:
 
     def _layer_seconds(
         self, layout: Layout, runs: Runs, tokens: float, backward: float
-    ) -> tuple[_LayerSeconds, float]:
-        """Seconds of the mean layer, and of its recomputation."""
+    ) -> tuple[float, float, float, float]:
+        """Seconds of the mean layer: forward, backward, until its input gradient, recomputation."""
         forward = tokens * self._layer_flops / self._rate(layout.precision)
         if not runs or not (layout.schedule is None or layout.placed):
-            return _LayerSeconds(forward, forward * backward, forward), forward
+            back = forward * backward
+            return forward, back, back if layout.schedule is None else forward, forward
         mean = self.mean(runs)
-        found = _LayerSeconds(mean.forward, mean.backward, 0.0)
-        return found, found.forward if self._repeats_all else forward
+        behind = mean.backward if layout.schedule is None else 0.0
+        again = mean.forward if self._repeats_all else forward
+        return mean.forward, mean.backward, behind, again
 
     def mean(self, runs: Runs) -> LayerRun:
         """The mean of the layers of the model."""
@@ -279,15 +280,6 @@ class Bounds:
 
         first = next(iter(runs.values()))
         return replace(first, forward=of("forward"), backward=of("backward"), kept=of("kept"))
-
-
-@dataclass(frozen=True)
-class _LayerSeconds:
-    """Seconds of a layer and micro-batch; the input gradient is a part of backward."""
-
-    forward: float
-    backward: float
-    input_gradient: float
 
 
 def _in_flight(layout: Layout, rank: int) -> list[int]:

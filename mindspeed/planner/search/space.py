@@ -34,10 +34,6 @@ class Sizes:
     """Sizes of a job that its layout must divide.
 
     Attributes:
-        devices: number of ranks.
-        global_batch_size: samples of a step.
-        num_layers: transformer layers.
-        heads: attention heads.
         query_groups: groups of grouped-query attention; else the number of heads.
         seq_length: tokens of a sample.
         experts: experts of a layer; 0 in a dense model.
