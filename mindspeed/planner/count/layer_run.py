@@ -97,7 +97,7 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
 
 
 def _backward(begun: Mapping[tuple[Part, int], tuple[float, int]], layer: int) -> float:
-    """When the gradient of the output of a layer was known."""
+    """The time at which the gradient of the output of a layer was known."""
     found = begun.get((Part.AGAIN, layer)) or begun[Part.BACK, layer]
     return found[0]
 
