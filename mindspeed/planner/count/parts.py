@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from mindspeed.built_model import TrainedModel, unwrap
 from mindspeed.device.wrapped_tensors import held
-from mindspeed.instruments.clock import TimedCall
+from mindspeed.instruments.clock import TimedCall, VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Parallel
 from mindspeed.pipeline.placed_stages import flag_of
@@ -85,34 +86,24 @@ def parts(
         args: final values, of a dry run; their features are attached.
         offsets: added to the layer numbers of each of its chunks.
     """
-    from mindspeed.planner.count.balanced_routing import planned_rank
-
-    with planned_rank(args, rank) as own:
-        return _parts_here(own, cluster, offsets)
-
-
-def _parts_here(
-    args: argparse.Namespace, cluster: Cluster, offsets: Sequence[int]
-) -> tuple[PartFigures, ...]:
     from mindspeed.planner.cluster.rates import clock_of
+    from mindspeed.planner.count.balanced_routing import planned_rank
     from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.planner.count.timed_step import scopes_set
 
-    memory = LiveMemory()
-    with memory:
+    with planned_rank(args, rank) as args, _KeptMemory() as memory:
         step = StepOfRank(args, memory, fewest_micro_batches(args))
         step.run()  # a second step is like all later ones
-        kept: dict[Scope, int] = {}
         clock = clock_of(cluster, args)
-        with scopes_set(clock, step.model), record_kept(memory, step.model, kept), clock:
+        with scopes_set(clock, step.model), memory.watching(clock, step.model), clock:
             step.run()
-    parameters = _parameters(step.model)
+        parameters = _parameters(step.model)
     sharded = bool(args.use_megatron_fsdp)
     costs = by_scope(_placed(one, sharded) for one in clock.intervals if one.scope != START)
     groups: list[_Group] = []
     for scope, phases in costs.items():
         batches = None if scope.chunk is None else step.micro_batches
-        one = _part(phases, batches, parameters.get(scope, 0), kept.get(scope))
+        one = _part(phases, batches, parameters.get(scope, 0), memory.kept.get(scope))
         for group in groups:
             if group.takes(scope.what, one):
                 break
@@ -219,76 +210,61 @@ def _entries(module: Any) -> int:
 _SENT_ON = "sent on"
 
 
-@contextmanager
-def record_kept(memory: LiveMemory, model: TrainedModel, kept: dict[Scope, int]) -> Iterator[None]:
-    """Record in ``kept`` the bytes alive after the first forward of each chunk, by scope."""
-    from mindspeed.planner.count.timed_step import layers_of
+class _KeptMemory(LiveMemory):
+    """Counts bytes by the part of the step that allocates them.
 
-    handles: list[Any] = []
-    try:
+    Attributes:
+        clock: has the part that runs (:func:`mindspeed.planner.count.timed_step.scopes_set`).
+        kept: bytes alive after the first forward of each chunk, by part.
+    """
+
+    clock: VirtualClock | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[Scope, int] = {}
+
+    def kind_of_new(self) -> str:
+        """The part that runs; before the timed step the kind that the step has set."""
+        return self.kind if self.clock is None else str(self.clock.scope)
+
+    @contextmanager
+    def watching(self, clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
+        """Record :attr:`kept` in the steps inside the block."""
+        from mindspeed.planner.count.timed_step import layers_of
+
+        self.clock, handles = clock, list[Any]()
         for index, chunk in enumerate(model.chunks):
-            handles += _Kept(memory, chunk, Scope("chunk", index), kept).handles(
-                dict(layers_of(chunk, index))
+            own, layers = Scope("chunk", index), dict(layers_of(chunk, index))
+            for scope, layer in layers.items():
+                enter, leave = partial(self._enter, scope, own), partial(self._leave, own)
+                handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+                handles.append(layer.register_forward_hook(leave))
+            end = partial(self._end, own, (*layers, own))
+            handles.append(chunk.register_forward_hook(end))
+        try:
+            yield
+        finally:
+            self.clock = None
+            for handle in handles:
+                handle.remove()
+
+    def _enter(
+        self, scope: Scope, own: Scope, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if own not in self.kept:
+            self.claim(
+                kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], str(scope)
             )
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
+    def _leave(self, own: Scope, module: Any, args: Any, output: Any) -> None:
+        if own not in self.kept:
+            self.claim(output[0] if isinstance(output, tuple) else output, str(own))
 
-@dataclass
-class _Kept:
-    """Hooks that record what the first forward of a chunk keeps; scopes are kinds of memory."""
-
-    memory: LiveMemory
-    chunk: Any
-    own: Scope
-    kept: dict[Scope, int]
-    before: str | None = None  # kind outside of the chunk, while its first forward runs
-    done: bool = False
-
-    def handles(self, layers: Mapping[Scope, torch.nn.Module]) -> list[Any]:
-        """Register hooks of the chunk and its layers, which are given by scope."""
-        handles: list[Any] = []
-
-        def enter(module: Any, args: Any) -> None:
-            if not self.done:
-                self.before, self.memory.kind = self.memory.kind, str(self.own)
-
-        def leave(module: Any, args: Any, output: Any) -> None:
-            if self.before is None:
-                return
-            self.memory.kind, self.before, self.done = self.before, None, True
-            if isinstance(output, torch.Tensor):
-                self._sent_on(output)
-            self.kept.update({one: self.memory.now[str(one)] for one in (*layers, self.own)})
-
-        handles.append(self.chunk.register_forward_pre_hook(enter))
-        for scope, layer in layers.items():
-            handles += self._of_layer(scope, layer)
-        handles.append(self.chunk.register_forward_hook(leave))
-        return handles
-
-    def _of_layer(self, scope: Scope, layer: torch.nn.Module) -> list[Any]:
-        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.before is not None:
-                hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                self.memory.claim(hidden, str(scope))
-                self.memory.kind = str(scope)
-
-        def leave(module: Any, args: Any, output: Any) -> None:
-            if self.before is not None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                self.memory.claim(hidden, str(self.own))
-                self.memory.kind = str(self.own)
-
-        return [
-            layer.register_forward_pre_hook(enter, with_kwargs=True),
-            layer.register_forward_hook(leave),
-        ]
-
-    def _sent_on(self, output: torch.Tensor) -> None:
-        """Exclude hidden states [s, b, h] that are sent to the next rank and released here."""
-        (model,) = unwrap([self.chunk])
-        if not model.post_process:
-            self.memory.claim(output, _SENT_ON)
+    def _end(self, own: Scope, scopes: Sequence[Scope], chunk: Any, args: Any, output: Any) -> None:
+        if own in self.kept:
+            return
+        (model,) = unwrap([chunk])
+        if isinstance(output, torch.Tensor) and not model.post_process:
+            self.claim(output, _SENT_ON)  # hidden states [s, b, h]
+        self.kept |= {one: self.now[str(one)] for one in scopes}
