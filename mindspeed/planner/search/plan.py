@@ -293,20 +293,20 @@ def closest_of(
         if best is not None and _least(evaluator, layout)[0] > best[1].peak_bytes:
             break
         key = evaluator.key(layout)
-        if key not in known:
-            if len(tried) == MOST_KEYS or key in tried:
-                continue
-            try:
+        if key not in known and (len(tried) == MOST_KEYS or key in tried):
+            continue
+        try:
+            if key not in known:
                 evaluator.check(layout)
                 tried.add(key)
                 evaluator.measure(layout)
                 known.add(key)
-            except MindSpeedError:
-                continue
-        found = _priced(evaluator, layout)
-        better = best is None or (found is not None and found[1].peak_bytes < best[1].peak_bytes)
-        if found is not None and better and _accepted(evaluator, layout):
-            best = found
+            found = evaluator.exact(layout)
+            if best is None or found.peak_bytes < best[1].peak_bytes:
+                evaluator.check(layout)
+                best = layout, found
+        except MindSpeedError:
+            continue
     if best is None:
         return None
     layout, prediction = best
@@ -320,13 +320,6 @@ def _least(evaluator: JobEvaluator, layout: Layout) -> tuple[float, float, int]:
     again = layout.recompute.layers if layout.recompute is not None else 0
     share = 1000 if again < 0 else again
     return evaluator.bound(layout).nbytes, -share, layout.mbs
-
-
-def _priced(evaluator: JobEvaluator, layout: Layout) -> Found | None:
-    try:
-        return layout, evaluator.exact(layout)
-    except MindSpeedError:
-        return None
 
 
 def _accepted(evaluator: JobEvaluator, layout: Layout) -> bool:
