@@ -29,7 +29,6 @@ from mindspeed.cli.plan_output import (
     ranges,
 )
 from mindspeed.cli.plan_run import job_of, progress
-from mindspeed.errors import MindSpeedError
 from mindspeed.processes import cores
 
 if TYPE_CHECKING:
@@ -287,11 +286,7 @@ def run_activations(own: argparse.Namespace, flags: Sequence[str]) -> int:
     budget, cluster = own.plan_activations, _cluster(own)
     stages = range(args.pipeline_model_parallel_size)
     calls = [(args, budget, cluster, stage) for stage in stages]
-    chosen = []
-    for found in isolated.map(plan_stage, calls, jobs=own.jobs or cores()):
-        if isinstance(found, MindSpeedError):
-            raise found
-        chosen.append(found)
+    chosen = isolated.each(plan_stage, calls, jobs=own.jobs or cores())
     plan = ActivationPlan(budget, tuple(chosen))
     written = []
     if own.out is not None:

@@ -1,7 +1,7 @@
 """Compute, without a device, the results of features that measure a job in its first steps.
 
-    plan = plan_activations(args, 60 * 2**30, load_cluster("h100"))
-    plan.write(Path("activations.json"))                # --activation-plan activations.json
+    found = plan_stage(args, budget, load_cluster("h100"), stage=0)
+    ActivationPlan(budget, (found,)).write(Path("a.json"))  # --activation-plan a.json
     text = plan_pipeline(args, load_cluster("h100"))    # writes --automated-pipeline-file
 
 These features wrap the function that runs the micro-batches of a step (seam ``schedule``). Here the
@@ -189,8 +189,8 @@ class ActivationPlan:
         return ["--activation-plan", str(path)]
 
 
-def plan_activations(args: argparse.Namespace, budget: int, cluster: Cluster) -> ActivationPlan:
-    """Choose the activation plan of every pipeline stage.
+def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: int) -> StagePlan:
+    """Choose the activation plan of one pipeline stage.
 
     Args:
         args: final values, of a dry run of a job with the feature.
@@ -200,14 +200,6 @@ def plan_activations(args: argparse.Namespace, budget: int, cluster: Cluster) ->
         ConfigError: the feature is off.
         TrainingError: no plan fits; has the smallest peak.
     """
-    stages = range(Parallel.of(args).pipeline)
-    return ActivationPlan(
-        budget, tuple(plan_stage(args, budget, cluster, stage) for stage in stages)
-    )
-
-
-def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: int) -> StagePlan:
-    """Choose the plan of one pipeline stage; see :func:`plan_activations`."""
     from mindspeed.training.fake_job import rank_in_stage
 
     wrapper_of(ADAPTIVE, ADAPTIVE_FLAG)

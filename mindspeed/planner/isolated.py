@@ -75,10 +75,21 @@ def call(function: Callable[..., Any], *args: Any, timeout: float | None = None)
         MindSpeedError: as raised by the function.
         PlanError: any other exception, a crash, or a timeout.
     """
-    [result] = map(function, [args], timeout=timeout)
-    if isinstance(result, MindSpeedError):
-        raise result
+    [result] = each(function, [args], timeout=timeout)
     return result
+
+
+def each(
+    function: Callable[..., Any],
+    arguments: Iterable[tuple[Any, ...]],
+    jobs: int = 1,
+    timeout: float | None = None,
+) -> Iterator[Any]:
+    """:func:`map`, but raise the error of a call that fails."""
+    for result in map(function, arguments, jobs, timeout):
+        if isinstance(result, MindSpeedError):
+            raise result
+        yield result
 
 
 def map(

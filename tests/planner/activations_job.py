@@ -20,19 +20,27 @@ FEATURE = " --adaptive-recompute-device-size 8"
 CLUSTER = "h100"
 
 
+def plan_activations(args: Any, budget: int) -> Any:
+    """The plans of all stages."""
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.feature_plans import ActivationPlan, plan_stage
+
+    stages = range(args.pipeline_model_parallel_size)
+    cluster = load_cluster(CLUSTER)
+    return ActivationPlan(budget, tuple(plan_stage(args, budget, cluster, one) for one in stages))
+
+
 def planned(budgets: list[int], world: int, folder: str) -> list[Any]:
     """For each budget the stages' plans, and bytes that each stage needs with the written file."""
     from mindspeed.errors import TrainingError
-    from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.count.counted_step import count_step
-    from mindspeed.planner.feature_plans import plan_activations
 
     args = _args(FLAGS + FEATURE, world, "--dry-run")
     results: list[Any] = []
     for budget in budgets:
         try:
             with few_plans():
-                plan = plan_activations(args, budget, load_cluster(CLUSTER))
+                plan = plan_activations(args, budget)
         except TrainingError as error:
             results.append(str(error))
             continue
@@ -63,12 +71,10 @@ def chosen_by_the_feature(budget: int) -> Any:
 def refused(flags: str) -> str:
     """What is said of flags with which nothing can be planned."""
     from mindspeed.errors import ConfigError
-    from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.feature_plans import plan_activations
 
     args = _args(FLAGS + flags, 2, "--dry-run")
     try:
-        plan_activations(args, 2**30, load_cluster(CLUSTER))
+        plan_activations(args, 2**30)
     except ConfigError as error:
         return str(error)
     return ""

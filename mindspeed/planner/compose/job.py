@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mindspeed.errors import MindSpeedError, PlanError
+from mindspeed.errors import PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.covering import Cover, covering, is_interleaved, is_plain
@@ -157,10 +157,8 @@ class Tracer:
         if missing:
             isolated.import_ahead()
         arguments = [(self.job, points[index], self.cluster) for index in missing]
-        results = isolated.map(_record, arguments, self.jobs, RUN_SECONDS)
+        results = isolated.each(_record, arguments, self.jobs, RUN_SECONDS)
         for index, result in zip(missing, results, strict=True):
-            if isinstance(result, MindSpeedError):
-                raise result
             known[index] = result[0]
             planned_tensors.learn(result[1])
             if self.cache is not None:

@@ -127,8 +127,6 @@ def check(
     stages = Parallel.of(args).pipeline
     progress(0, stages)
     for step in _count(args, micro_batches or [None] * stages, jobs):
-        if isinstance(step, Exception):
-            raise step
         steps.append(step)
         progress(len(steps), stages)
     ranks = [figures_of_step(stage, step) for stage, step in enumerate(steps)]
@@ -154,12 +152,12 @@ def counted_rank(args: argparse.Namespace) -> str:
 
 def _count(
     args: argparse.Namespace, micro_batches: Sequence[int | None], jobs: int
-) -> Iterator[CountedStep | Exception]:
+) -> Iterator[CountedStep]:
     def count(stage: int, batches: int | None) -> CountedStep:
         return count_step(args, rank_in_stage(args, stage), micro_batches=batches)
 
     isolated.import_ahead()  # what a module keeps from its import is of no step
-    return isolated.map(count, enumerate(micro_batches), jobs)
+    return isolated.each(count, enumerate(micro_batches), jobs)
 
 
 def group_equal_ranks(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:

@@ -104,13 +104,7 @@ def explain(
 
 def _parts(ranks: Mapping[int, _Run], jobs: int) -> Parts:
     """Count the parts of pipeline ranks in ``jobs`` processes."""
-    found = isolated.map(parts, ranks.values(), jobs)
-    results = {}
-    for stage, one in zip(ranks, found, strict=True):
-        if isinstance(one, Exception):
-            raise one
-        results[stage] = one
-    return results
+    return dict(zip(ranks, isolated.each(parts, ranks.values(), jobs), strict=True))
 
 
 def _whole(args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:

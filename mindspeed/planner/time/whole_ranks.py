@@ -117,11 +117,8 @@ def predict_whole(
         for rank in ranks
         for count in counts[rank]
     ]
-    results = isolated.map(_figures, asked, jobs)
-    figures = []
-    for one in results:
-        if isinstance(one, Exception):
-            raise one
+    figures: list[_Figures] = []
+    for one in isolated.each(_figures, asked, jobs):
         figures.append(one)
         progress(len(figures), len(asked))
     if shape.ranks == 1:
