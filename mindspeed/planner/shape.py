@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mindspeed.features.registry import uneven_layers
 from mindspeed.job import Batch, Parallel, Precision
@@ -21,6 +22,9 @@ from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.expert_loads import loads_of
+
+if TYPE_CHECKING:
+    from mindspeed.planner.cluster import Cluster
 
 _UNEVEN = {
     "window_attn_skip_freq": "--window-attn-skip-freq",
@@ -144,6 +148,11 @@ class Shape:
         """Kinds that occur, in the order of their first layer."""
         found = dict.fromkeys(kind for stage in self.stages for kind in stage)
         return tuple(kind for kind in found if kind != NOOP)
+
+    def kinds_on(self, cluster: Cluster) -> list[Cluster]:
+        """The kind of devices of each pipeline rank."""
+        each = self.devices // self.ranks
+        return [cluster.at(rank * each) for rank in range(self.ranks)]
 
     def role(self, stage: int) -> str:
         """Role of a stage: ``first``, ``middle`` or ``last``; ``only`` without a pipeline."""

@@ -138,8 +138,8 @@ class Tracer:
     ) -> list[RankTrace]:
         """Traces of pipeline ranks on several kinds of devices, each by a clock of its kind."""
         assert self.cluster is not None
-        each = shape.devices // shape.ranks
-        kinds = [self.cluster.at(rank * each) for rank in ranks]
+        of_ranks = shape.kinds_on(self.cluster)
+        kinds = [of_ranks[rank] for rank in ranks]
         caches = {kind: self.cache and self.cache.on(kind) for kind in dict.fromkeys(kinds)}
         found = {
             kind: traced(replace(self, cluster=kind, cache=cache)) for kind, cache in caches.items()

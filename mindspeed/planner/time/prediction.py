@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import Any
 
 from mindspeed.planner.cluster import Cluster
@@ -21,16 +22,18 @@ class RankFigures:
 
     Attributes:
         static: bytes between steps, by kind.
-        activations: bytes at the peak beyond those between steps.
         peak: largest number of bytes alive.
         fits: whether a device of the cluster has as much memory.
     """
 
-    rank: int
     static: Mapping[str, float]
-    activations: float
     peak: float
     fits: bool
+
+    @property
+    def activations(self) -> float:
+        """Bytes at the peak beyond those between steps."""
+        return self.peak - sum(self.static.values())
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def assembled(
     shape: Shape,
     cluster: Cluster,
     plans: StepPlan,
-    ranks: tuple[RankFigures, ...],
+    memory: Sequence[tuple[Mapping[str, float], float]],
     ends: Sequence[DataParallel],
     waits: Sequence[Mapping[str, float]],
     flops: float,
@@ -100,7 +103,7 @@ def assembled(
 
     Args:
         plans: the schedule with the seconds of its actions.
-        ranks: memory of each pipeline rank.
+        memory: bytes of each pipeline rank between steps, by kind, and at its peak.
         ends: seconds after the last action of each pipeline rank.
         waits: seconds that each pipeline rank waits within its actions, by process group.
         flops: FLOPs of the mean device.
@@ -119,11 +122,16 @@ def assembled(
     rate = seconds * devices
     share = {**exposed, "bubble": idle}
     share["compute"] = seconds - sum(share.values())
+    limits = [kind.memory_limit for kind in shape.kinds_on(cluster)]
+    peaks = [peak for _, peak in memory]
     return Prediction(
         layout=layout,
         seconds=seconds,
-        peak_bytes=max(rank.peak + _missing(rank.rank, shape, cluster) for rank in ranks),
-        ranks=ranks,
+        peak_bytes=cluster.memory_limit + max(map(sub, peaks, limits)),
+        ranks=tuple(
+            RankFigures(static, peak, peak <= limit)
+            for (static, peak), limit in zip(memory, limits, strict=True)
+        ),
         bubble=plans.bubble,
         exposed=exposed,
         optimizer_seconds=slowest.optimizer,
@@ -133,12 +141,6 @@ def assembled(
         limit=max(share, key=lambda name: share[name]),
         uneven_seconds=seconds + more * pipeline,
     )
-
-
-def _missing(rank: int, shape: Shape, cluster: Cluster) -> int:
-    """Bytes that the devices of a pipeline rank have less than the largest kind."""
-    kind = cluster.at(rank * (shape.devices // shape.ranks))
-    return cluster.memory_limit - kind.memory_limit
 
 
 def more_when_uneven(ranks: Sequence[tuple[float, float]], shape: Shape) -> float:

@@ -22,7 +22,6 @@ from mindspeed.planner.shape import Shape
 from mindspeed.planner.time.picture import step_picture
 from mindspeed.planner.time.prediction import (
     Prediction,
-    RankFigures,
     assembled,
     more_when_uneven,
     stage_costs,
@@ -59,21 +58,16 @@ def predict(
             chunks[stages[chunk]][op] = seconds
     costs = stage_costs(chunks, shape, cluster)
     plans = step_plan(shape, costs)
-    each = shape.devices // shape.ranks
-    kinds = [cluster.at(rank * each) for rank in range(shape.ranks)]
-    ranks = tuple(
-        RankFigures(rank, one.static, one.step.peak, one.peak, one.peak <= kind.memory_limit)
-        for rank, (one, kind) in enumerate(zip(traces, kinds, strict=True))
-    )
+    memory = [(one.static, one.peak) for one in traces]
     edges = zip(plans.starts, plans.idle, strict=True)
     ends = [
         _end_of_step(one, shape, cluster, kind, edge)
-        for one, kind, edge in zip(traces, kinds, edges, strict=True)
+        for one, kind, edge in zip(traces, shape.kinds_on(cluster), edges, strict=True)
     ]
     waits = [_waits(one) for one in traces]
     flops = sum(one.step.flops for one in traces) / shape.ranks
     more = more_when_uneven([(_busy(one), _routed(one)) for one in traces], shape)
-    found = assembled(shape, cluster, plans, ranks, ends, waits, flops, layout, more)
+    found = assembled(shape, cluster, plans, memory, ends, waits, flops, layout, more)
     if drawn:
         found = replace(found, picture=step_picture(traces, shape, costs, found.seconds))
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,7 +37,6 @@ from mindspeed.planner.count.timed_step import (
 from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.planner.time.prediction import (
     Prediction,
-    RankFigures,
     assembled,
     more_when_uneven,
     stage_costs,
@@ -138,17 +137,9 @@ def predict_whole(
     flops = sum(one.flops * len(one.pipeline_ranks) for one in found.ranks) / shape.ranks
     ends = [one.end for one in figures]
     more = more_when_uneven([(one.busy, one.routed) for one in figures], shape)
-    memory = tuple(_memory(found, cluster, shape))
+    of = {rank: (one.static, one.peak) for one in found.ranks for rank in one.pipeline_ranks}
+    memory = [of[rank] for rank in ranks]
     return assembled(shape, cluster, plans, memory, ends, waits, flops, more=more)
-
-
-def _memory(found: Check, cluster: Cluster, shape: Shape) -> Iterator[RankFigures]:
-    each = shape.devices // shape.ranks
-    for one in found.ranks:
-        more = one.peak - sum(one.static.values())
-        for rank in one.pipeline_ranks:
-            fits = one.peak <= cluster.at(rank * each).memory_limit
-            yield RankFigures(rank, one.static, more, one.peak, fits)
 
 
 @dataclass(frozen=True)
