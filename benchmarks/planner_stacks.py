@@ -23,7 +23,7 @@ from planner_rows import PublishedRow
 
 from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.cluster.operations import Operation
-from mindspeed.planner.cluster.program import PRECISIONS, Experts, Program
+from mindspeed.planner.cluster.rates import PRECISIONS, Experts, Program
 from mindspeed.planner.cluster.rates import ALIGNED, DeviceRates
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,8 +14,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import load_cluster
 from mindspeed.planner.cluster.operations import Operation
-from mindspeed.planner.cluster.program import Experts, Program
-from mindspeed.planner.cluster.rates import DeviceRates
+from mindspeed.planner.cluster.rates import DeviceRates, Experts, Program
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, assumed, expert_loads
 from tests.support.lazy import Lazy
 from tests.support.values import values

@@ -203,8 +203,7 @@ def test_a_job_in_fp8_is_timed_as_rows_in_fp8_are_priced(benchmark):
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
     from mindspeed.planner import isolated
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.cluster.program import Program
-    from mindspeed.planner.cluster.rates import DeviceRates
+    from mindspeed.planner.cluster.rates import DeviceRates, Program
     from mindspeed.planner.count.recorder import record
     from mindspeed.planner.count.recording import Point
     from mindspeed.planner.job import Job

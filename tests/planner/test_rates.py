@@ -13,8 +13,7 @@ from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster, Device, Level, MeasuredProduct
 from mindspeed.planner.cluster.operations import Operation
-from mindspeed.planner.cluster.program import Experts, Program
-from mindspeed.planner.cluster.rates import GROUP, PLAIN, DeviceRates
+from mindspeed.planner.cluster.rates import GROUP, PLAIN, DeviceRates, Experts, Program
 
 # Round figures: 1e12 FLOP/s, of which 10 cores compute tiles of 16 x 16; 1e9 bytes per second.
 DEVICE = Device(

@@ -24,25 +24,37 @@ An operation takes ``launch + max(computation, bytes / memory bandwidth)``.
 * **The host** starts a kernel every ``host_us``; the device waits for it where its queue is empty.
   Where experts exchange tokens the host waits for the device, so their queue is never long.
 * Devices hold a part of their peak, ``sustained``, for power and heat.
+* **Precision**: a job in fp8 or fp4 is executed in bf16 or emulated, and priced in its precision.
+  Products of linear layers run in it; those of the router and of the output layer stay bf16, as in
+  Megatron-Core, and so does attention. To quantise an operand, its bf16 values are read twice: for
+  the maximum of the whole tensor and for the values, or for values by rows and by columns in
+  blocks; both are written. Weights are quantised once a step, which is left out.
+* **Experts** exchange every copy of a token, or with the flexible dispatcher (DeepEP, HybridEP) a
+  token once for each rank and node that has one of its experts: with E experts on R ranks, k of
+  which a token takes at random, a rank is taken with probability ``1 - C(E - E/R, k) / C(E, k)``; a
+  node likewise. An exchange takes as long as its busiest rank sends or receives, which is the
+  counted one (:mod:`mindspeed.planner.expert_loads`).
 
 Sources: Williams, Waterman, Patterson, "Roofline" (2009); NVIDIA, "Matrix Multiplication Background
-User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301.03598).
+User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301.03598);
+Transformer Engine's documentation of fp8 current scaling, MXFP8 and NVFP4; DeepEP's and HybridEP's
+description of their all-to-all.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from math import ceil, log2
+from dataclasses import dataclass, replace
+from math import ceil, comb, log2
 
 from mindspeed.instruments.clock import Call, VirtualClock
 from mindspeed.instruments.ledger import Communication
+from mindspeed.job import Parallel, Precision
 from mindspeed.planner.cluster import Cluster, MeasuredProduct
 from mindspeed.planner.cluster.operations import ATTENTION, Kernels, Operation, Product
-from mindspeed.planner.cluster.program import Experts, Program, program_of
+from mindspeed.planner.expert_loads import loads_of
+from mindspeed.planner.interval import job_kind
 
-PLAIN = Program()
-"""A job in bf16."""
 WEIGHT_GRADIENTS = (
     "mindspeed::matmul_add",
     "mindspeed::grouped_outer",
@@ -56,6 +68,72 @@ ALIGNED = 64
 """Entries of which leading dimensions of large operands are multiples, else loads are slower."""
 SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which the summed dimension may be split."""
+
+PRECISIONS = {"fp8": ("fp8", 1.0), "mxfp8": ("fp8", 1.0), "nvfp4": ("fp4", 0.5)}
+"""Dtype and bytes of an entry, of precisions that are priced otherwise than they are executed."""
+PASSES = 2
+"""Times that an operand is read to be quantised."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a model: number, and how many a token takes."""
+
+    number: int
+    taken: int
+
+    def reached(self, domains: int) -> float:
+        """Domains that a token goes to on average, of so many equal ones."""
+        if domains <= 1:
+            return 1.0
+        elsewhere = self.number - self.number // domains
+        return domains * (1 - comb(elsewhere, self.taken) / comb(self.number, self.taken))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A job, for its rates.
+
+    Attributes:
+        dtype: of parameters.
+        precision: of :data:`PRECISIONS`, if linear layers multiply in less than ``dtype``.
+        kept: sizes of products that stay in ``dtype``: of the vocabulary on a rank, of the router.
+        once: experts, if a token is sent once to each rank that has one of its own.
+        waits: whether the host waits for the sizes of an exchange, before it starts more kernels.
+        imbalance: tokens of the busiest expert-parallel rank over the mean.
+    """
+
+    dtype: str = "bf16"
+    precision: str = ""
+    kept: frozenset[int] = frozenset()
+    once: Experts | None = None
+    waits: bool = True
+    imbalance: float = 1.0
+
+    @property
+    def low(self) -> tuple[str, float] | None:
+        """Dtype and bytes of an entry of products of linear layers, if they are not the job's."""
+        return PRECISIONS.get(self.precision)
+
+
+def program_of(args: argparse.Namespace) -> Program:
+    """The program of a job, from its final values."""
+    number = args.num_experts or 0
+    parallel = Parallel.of(args)
+    sizes = {args.padded_vocab_size // parallel.tensor, number} - {0}
+    flexible = number and args.moe_token_dispatcher_type == "flex"
+    return Program(
+        Precision.of(args).name,
+        job_kind(args).precision,
+        frozenset(sizes),
+        Experts(number, args.moe_router_topk) if flexible else None,
+        waits=not flexible,
+        imbalance=loads_of(args).imbalance(parallel.expert),
+    )
+
+
+PLAIN = Program()
+"""A job in bf16."""
 
 
 class DeviceRates:
@@ -162,10 +240,11 @@ class DeviceRates:
         if low is None or kept:
             computing = self._product((m, n, k, dtype), together * batch) / together
             return starting + max(computing, self._moving(operation.nbytes))
-        seconds = starting + self._product((m, n, k, low.dtype), together * batch) / together
+        low_dtype, width = low
+        seconds = starting + self._product((m, n, k, low_dtype), together * batch) / together
         if operation.name in WEIGHT_GRADIENTS:  # its operands were quantised before
             return seconds
-        quantised = batch * m * k * (2 * low.passes + 2 * low.width)
+        quantised = batch * m * k * (2 * PASSES + 2 * width)
         return seconds + starting + self._moving(quantised)
 
     def product_seconds(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:

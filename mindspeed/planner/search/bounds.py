@@ -137,10 +137,7 @@ class Bounds:
 
     def _ranks(self, layout: Layout) -> list[float]:
         """Layers of each pipeline rank; the mean where layers differ."""
-        pp = layout.pp
-        if layout.stage_layers is None or not self._equal:
-            return [self._layers / pp] * pp
-        return [sum(self._chunks(layout, rank)) for rank in range(pp)]
+        return [sum(self._chunks(layout, rank)) for rank in range(layout.pp)]
 
     def _chunks(self, layout: Layout, rank: int) -> list[float]:
         """Layers of the chunks of a pipeline rank."""

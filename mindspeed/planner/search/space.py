@@ -110,56 +110,58 @@ def reason_against(name: str, sizes: Sizes, point: Point) -> str | None:
     return check(sizes, point) if check is not None else None
 
 
+def _first(*found: tuple[Any, str]) -> str | None:
+    """The first reason whose condition holds."""
+    return next((reason for holds, reason in found if holds), None)
+
+
 def _tensor(sizes: Sizes, point: Point) -> str | None:
-    tp, groups = point["tp"], sizes.query_groups
-    if sizes.devices % tp:
-        return "devices are not divisible by tp"
-    if sizes.aligned and sizes.heads % tp:
-        return "attention heads are not divisible by tp"
-    if sizes.aligned and groups % tp and tp % groups:
-        return "neither query groups nor tp divide the other"
-    if sizes.aligned and tp > 1 and sizes.seq_length % tp:
-        return "the sequence is not divisible by tp"
-    return None
+    tp, groups, aligned = point["tp"], sizes.query_groups, sizes.aligned
+    return _first(
+        (sizes.devices % tp, "devices are not divisible by tp"),
+        (aligned and sizes.heads % tp, "attention heads are not divisible by tp"),
+        (aligned and groups % tp and tp % groups, "neither query groups nor tp divide the other"),
+        (aligned and sizes.seq_length % tp, "the sequence is not divisible by tp"),
+    )
 
 
 def _context(sizes: Sizes, point: Point) -> str | None:
-    if sizes.devices % (point["tp"] * point["cp"]):
-        return "devices are not divisible by tp x cp"
-    if point["cp"] > 1 and sizes.seq_length % (2 * point["cp"]):
-        return "the sequence is not divisible by 2 cp"
-    return None
+    tp, cp = point["tp"], point["cp"]
+    return _first(
+        (sizes.devices % (tp * cp), "devices are not divisible by tp x cp"),
+        (cp > 1 and sizes.seq_length % (2 * cp), "the sequence is not divisible by 2 cp"),
+    )
 
 
 def _experts(sizes: Sizes, point: Point) -> str | None:
-    if point["ep"] > 1 and (not sizes.experts or sizes.experts % point["ep"]):
-        return "experts are not divisible by ep"
-    return None
+    indivisible = point["ep"] > 1 and (not sizes.experts or sizes.experts % point["ep"])
+    return _first((indivisible, "experts are not divisible by ep"))
 
 
 def _pipeline(sizes: Sizes, point: Point) -> str | None:
-    pp = point["pp"]
-    if sizes.devices % (point["tp"] * point["cp"] * pp):
-        return "devices are not divisible by tp x cp x pp"
-    etp = point["tp"] if point["etp"] is None else point["etp"]
-    if sizes.experts and sizes.devices % (etp * point["ep"] * pp):
-        return "devices are not divisible by etp x ep x pp"
-    return None
+    tp, cp, ep, pp = (point[name] for name in ("tp", "cp", "ep", "pp"))
+    inner = (tp if point["etp"] is None else point["etp"]) * ep * pp
+    return _first(
+        (sizes.devices % (tp * cp * pp), "devices are not divisible by tp x cp x pp"),
+        (sizes.experts and sizes.devices % inner, "devices are not divisible by etp x ep x pp"),
+    )
+
+
+def _replicas(sizes: Sizes, point: Point) -> int:
+    return sizes.devices // int(point["tp"] * point["cp"] * point["pp"])
 
 
 def _micro_batch(sizes: Sizes, point: Point) -> str | None:
-    dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
-    if sizes.global_batch_size % (point["mbs"] * dp):
-        return "the global batch is not divisible by mbs x dp"
-    return None
+    rest = sizes.global_batch_size % (point["mbs"] * _replicas(sizes, point))
+    return _first((rest, "the global batch is not divisible by mbs x dp"))
 
 
 def _chunks(sizes: Sizes, point: Point) -> str | None:
-    if point["vpp"] > 1 and point["pp"] == 1:
-        return "vpp needs pp of at least 2"
-    if point["vpp"] * point["pp"] > sizes.num_layers:
-        return "more stages than layers"
-    return None
+    vpp, pp = point["vpp"], point["pp"]
+    return _first(
+        (vpp > 1 and pp == 1, "vpp needs pp of at least 2"),
+        (vpp * pp > sizes.num_layers, "more stages than layers"),
+    )
 
 
 def _v_shaped(point: Point) -> bool:
@@ -172,20 +174,17 @@ def _chunks_of(point: Point) -> int:
 
 
 def _schedule(sizes: Sizes, point: Point) -> str | None:
-    schedule = point["schedule"]
+    schedule, pp = point["schedule"], point["pp"]
     if schedule is None:
         return None
-    if point["pp"] == 1:
-        return "schedules need pp of at least 2"
-    if point["pp"] * _chunks_of(point) > sizes.num_layers:
-        return "more stages than layers"
-    dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
-    micro_batches = sizes.global_batch_size // (point["mbs"] * dp)
-    if schedule in WAVES and point["vpp"] == 1:
-        return "waves need vpp of at least 2"
-    if schedule == "dualpipev" and micro_batches < 2 * point["pp"]:
-        return "dualpipev needs 2 pp micro-batches"
-    return None
+    micro_batches = sizes.global_batch_size // (point["mbs"] * _replicas(sizes, point))
+    few = schedule == "dualpipev" and micro_batches < 2 * pp
+    return _first(
+        (pp == 1, "schedules need pp of at least 2"),
+        (pp * _chunks_of(point) > sizes.num_layers, "more stages than layers"),
+        (schedule in WAVES and point["vpp"] == 1, "waves need vpp of at least 2"),
+        (few, "dualpipev needs 2 pp micro-batches"),
+    )
 
 
 def _split(sizes: Sizes, point: Point) -> str | None:
@@ -198,11 +197,11 @@ def _split(sizes: Sizes, point: Point) -> str | None:
 
 
 def _sharding(sizes: Sizes, point: Point) -> str | None:
-    if point["optimizer"] in ("zero2", "zero3") and point["pp"] > 1:
-        return "ZeRO 2 and 3 have no pipeline"
-    if point["optimizer"] in ("zero2", "zero3") and sizes.experts:
-        return "ZeRO 2 and 3 have no experts"
-    return None
+    shards = point["optimizer"] in ("zero2", "zero3")
+    return _first(
+        (shards and point["pp"] > 1, "ZeRO 2 and 3 have no pipeline"),
+        (shards and sizes.experts, "ZeRO 2 and 3 have no experts"),
+    )
 
 
 _UNEVEN = "layers are divisible by pp x vpp, so no stage has fewer"
