@@ -129,7 +129,6 @@ def record_args(
     args: argparse.Namespace,
     stage: int,
     clock: VirtualClock | None = None,
-    micro_batches: int | None = None,
     bare: bool = False,
 ) -> Recording:
     """Record a pipeline rank of a job with final values ``args``; see :func:`record`."""
@@ -146,7 +145,7 @@ def record_args(
         no_collections(),
         Recorder(clock) as recorder,
     ):
-        step = StepOfRank(own, recorder, micro_batches)
+        step = StepOfRank(own, recorder)
         if bare:
             make_bare(step.model)
         claim(recorder, step.model)

@@ -200,23 +200,18 @@ class TimedStep:
     routed: float
 
 
-Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[Any]]
-
-
 def time_step(
     args: argparse.Namespace,
     cluster: Cluster,
     rank: int = 0,
     *,
     micro_batches: int | None = None,
-    watch: Watch = contextlib.nullcontext,
 ) -> TimedStep:
     """Time one step of a rank of the job, on FakeTensors.
 
     Args:
         args: final values, of a dry run.
         micro_batches: micro-batches of the step; default: those of the job.
-        watch: makes a context around the timed step.
     """
     from mindspeed.planner.count.balanced_routing import planned_rank
     from mindspeed.planner.count.loop import StepOfRank
@@ -225,7 +220,7 @@ def time_step(
         step = StepOfRank(own, LiveMemory(), micro_batches)
         step.run()  # creates optimizer states, as later steps find them
         clock = clock_of(cluster, own)
-        with scopes_set(clock, step.model), clock, watch(clock):
+        with scopes_set(clock, step.model), clock:
             step.run()
         exposed = exposed_by_group(clock.intervals)
         return TimedStep(

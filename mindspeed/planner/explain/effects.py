@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mindspeed.planner.time.prediction import Prediction
 
 INTERRUPTED = "interrupted"
+COUNT = 3
+"""The most helpful changes that are looked for."""
 LEAST = 0.001
 """Fraction of a step's time that a change has to save."""
 
@@ -63,7 +65,6 @@ def effects(
     now: Prediction,
     limit: float,
     progress: Callable[[int, int], None] = lambda done, of: None,
-    count: int = 3,
 ) -> list[Effect]:
     """Predict the effect of each change that can be among those that help most.
 
@@ -73,9 +74,8 @@ def effects(
 
     Args:
         limit: bytes of a rank.
-        count: number of the most helpful changes to find.
     """
-    run = _Effects(predictor, now, limit, count)
+    run = _Effects(predictor, now, limit)
     ordered = sorted(found, key=run.promise)
     try:
         while True:
@@ -104,7 +104,6 @@ class _Effects:
     predictor: Predictor
     now: Prediction
     limit: float
-    count: int
     results: dict[int, Effect] = field(default_factory=dict)
 
     @property
@@ -153,14 +152,14 @@ class _Effects:
         bound = self.bound(change)
         if bound.nbytes > self.limit:
             return f"needs at least {bound.nbytes / GIB:.3f} GiB"
-        helpful = most_helpful(self.results.values(), self.now, self.limit, self.count)
-        beaten = max(o.seconds for o in helpful) if len(helpful) == self.count else math.inf
+        helpful = most_helpful(self.results.values(), self.now, self.limit)
+        beaten = max(o.seconds for o in helpful) if len(helpful) == COUNT else math.inf
         slowest = min(self.now.seconds, beaten) if fits else beaten
         return f"takes at least {bound.seconds:.4g} s" if bound.seconds >= slowest else ""
 
     def uncertain(self) -> Effect | None:
         """One of the most helpful whose figures are estimates."""
-        found = most_helpful(self.results.values(), self.now, self.limit, self.count)
+        found = most_helpful(self.results.values(), self.now, self.limit)
         if not found and not self.fits:
             close = nearest(self.results.values(), self.now)
             found = [] if close is None else [close]
@@ -179,10 +178,8 @@ class _Effects:
             self.results[id(change)] = Effect(change, found.seconds, found.peak_bytes, exact)
 
 
-def most_helpful(
-    found: Iterable[Effect], now: Prediction, limit: float, count: int = 3
-) -> list[Effect]:
-    """The ``count`` changes with which the job fits that help most, the fastest first.
+def most_helpful(found: Iterable[Effect], now: Prediction, limit: float) -> list[Effect]:
+    """The :data:`COUNT` changes with which the job fits that help most, the fastest first.
 
     If the unchanged job fits, changes have to make it faster; otherwise each that makes it fit
     helps.
@@ -191,7 +188,7 @@ def most_helpful(
     if now.peak_bytes <= limit:
         least = now.seconds * (1 - LEAST)
         fitting = [one for one in fitting if one.seconds <= least]
-    return sorted(fitting, key=lambda one: (one.seconds, one.peak_bytes))[:count]
+    return sorted(fitting, key=lambda one: (one.seconds, one.peak_bytes))[:COUNT]
 
 
 def nearest(found: Iterable[Effect], now: Prediction) -> Effect | None:
