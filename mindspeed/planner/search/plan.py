@@ -109,8 +109,13 @@ def plan(
         outcome = bounded_search(
             layouts, evaluator, limit, top=top, error=ESTIMATED, progress=progress
         )
-        _make_best_exact(outcome, evaluator, limit)
-        closest = _closest(outcome, layouts, evaluator, limit)
+        closest = None
+        try:
+            if not outcome.interrupted:
+                _make_best_exact(outcome, evaluator, limit)
+                closest = None if outcome.best else closest_of(layouts, evaluator, limit)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
     notes: list[str] = []
     if isinstance(machine, MixedCluster) and outcome.best:
         notes = by_kind(machine, *outcome.best[0], sizes.num_layers)
@@ -160,13 +165,9 @@ def _with_programs(
     layouts: Iterable[Layout], programs: ExpertPrograms, removed: Counter[str]
 ) -> list[Layout]:
     """The layouts whose expert program may be the best."""
-    found = []
-    for layout in layouts:
-        if (reason := programs.reason_against(layout)) is None:
-            found.append(layout)
-        else:
-            removed[reason] += 1
-    return found
+    reasons = [(layout, programs.reason_against(layout)) for layout in layouts]
+    removed.update(reason for _, reason in reasons if reason is not None)
+    return [layout for layout, reason in reasons if reason is None]
 
 
 def _with_modules(
@@ -185,35 +186,19 @@ TRIED = 8
 """Layouts of which one has to start for modules to be measured."""
 
 
-def _closest(
-    outcome: Outcome, layouts: Sequence[Layout], evaluator: JobEvaluator, limit: float
-) -> Closest | None:
-    """The layout that needs least memory, if none fits."""
-    if outcome.best or outcome.interrupted:
-        return None
-    try:
-        return closest_of(layouts, evaluator, limit)
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-        return None
-
-
 def _make_best_exact(outcome: Outcome, evaluator: JobEvaluator, limit: float) -> None:
     """Price the best layout without estimates; layouts that then do not fit are removed."""
-    try:
-        while outcome.best and not outcome.interrupted:
-            layout, _ = outcome.best[0]
-            try:
-                found = evaluator.exact(layout)
-            except MindSpeedError as error:
-                outcome.drop(layout, f"cannot be counted: {str(error).strip().splitlines()[0]}")
-                continue
-            if found.peak_bytes <= limit:
-                outcome.improve(layout, found)
-                return
-            outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB")
-    except KeyboardInterrupt:
-        outcome.interrupted = True
+    while outcome.best:
+        layout, _ = outcome.best[0]
+        try:
+            found = evaluator.exact(layout)
+        except MindSpeedError as error:
+            outcome.drop(layout, f"cannot be counted: {str(error).strip().splitlines()[0]}")
+            continue
+        if found.peak_bytes <= limit:
+            outcome.improve(layout, found)
+            return
+        outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB")
 
 
 def _check_names(names: Sequence[str]) -> None:
