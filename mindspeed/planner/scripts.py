@@ -29,7 +29,7 @@ from mindspeed import device
 from mindspeed.adaptor.script_job import ScriptJob
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import ConfigError
-from mindspeed.planner.count.loop import Step, batches
+from mindspeed.planner.count.loop import Step
 from mindspeed.planner.job import Job, Overrides, changed_words, not_planned
 from mindspeed.training.arguments import add_names_of_the_trainer
 from mindspeed.training.resolve import Settings
@@ -141,14 +141,21 @@ def job_of(words: Sequence[str]) -> Job:
 
 
 def _batches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Synthetic batches in the form of Megatron-LM's data loader."""
-    return map(partial(_as_loaded, args), batches(args.micro_batch_size, args.seq_length))
+    """Endless synthetic batches in the form of Megatron-LM's data loader."""
+    return iter(partial(_batch, args), None)  # a generator keeps one alive
 
 
-def _as_loaded(args: argparse.Namespace, batch: dict[str, Any]) -> dict[str, Any]:
-    del batch["attention_mask"]
+def _batch(args: argparse.Namespace) -> dict[str, Any]:
+    length, where = args.seq_length, device.current().torch_device()
+    shape = args.micro_batch_size, length
+    tokens = torch.zeros(shape, dtype=torch.int64, device=where)
+    batch = {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "position_ids": torch.arange(length, device=where).expand(shape),
+        "loss_mask": torch.ones(shape, device=where),
+    }
     if args.create_attention_mask_in_dataloader:
-        shape = (args.micro_batch_size, 1, args.seq_length, args.seq_length)
-        where = device.current().torch_device()
-        batch["attention_mask"] = torch.zeros(shape, dtype=torch.bool, device=where)
+        square = args.micro_batch_size, 1, length, length
+        batch["attention_mask"] = torch.zeros(square, dtype=torch.bool, device=where)
     return batch

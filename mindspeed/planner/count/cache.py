@@ -15,7 +15,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,7 +72,8 @@ class RunCache:
 
     def layer(self, point: Point) -> LayerRun | None:
         """The run of a layer; None if there is none."""
-        found: LayerRun | None = self._get(_name(self._base, point, "layer"), _layer_run_of)
+        name = _name(self._base, point, "layer")
+        found: LayerRun | None = self._get(name, lambda values: LayerRun(**values))
         return found
 
     def put_layer(self, point: Point, run: LayerRun) -> None:
@@ -99,10 +100,6 @@ def _name(base: str, point: Point, kind: str = "recording") -> str:
     where = [point.devices, point.stage, point.forward, point.bare]
     what = json.dumps([given, absent, *where], sort_keys=True, default=str)
     return hashlib.sha256((base + what + kind).encode()).hexdigest()[:40]
-
-
-def _layer_run_of(values: Mapping[str, Any]) -> LayerRun:
-    return LayerRun(*(float(values[item.name]) for item in fields(LayerRun)))
 
 
 @lru_cache(maxsize=1)

@@ -19,7 +19,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -238,28 +237,6 @@ def loop_of(args: argparse.Namespace) -> Loop:
     """The training program to which the arguments belong."""
     found: Loop = vars(args).get("planned_loop") or TrainerLoop()
     return found
-
-
-def batches(micro_batch_size: int, length: int) -> Iterator[dict[str, Any]]:
-    """Endless synthetic batches, as :mod:`mindspeed.training.batches` yields them.
-
-    Args:
-        micro_batch_size: samples of a batch.
-        length: tokens of a sample on this rank.
-    """
-    return iter(partial(_batch, micro_batch_size, length), None)  # a generator keeps one alive
-
-
-def _batch(micro_batch_size: int, length: int) -> dict[str, Any]:
-    shape, where = (micro_batch_size, length), device.current().torch_device()
-    tokens = torch.zeros(shape, dtype=torch.int64, device=where)
-    return {
-        "tokens": tokens,
-        "labels": tokens.clone(),
-        "position_ids": torch.arange(length, device=where).expand(shape),
-        "loss_mask": torch.ones(shape, device=where),
-        "attention_mask": None,
-    }
 
 
 class StepOfRank:
