@@ -120,10 +120,22 @@ def planned_as(planning: Planning, values: Mapping[str, Any]) -> list[Feature]:
 
 
 def uneven_layers(values: Mapping[str, Any]) -> str:
-    """The flag of a feature that is on by which layers of one kind differ; empty without one."""
+    """The flag by which layers of one kind differ, Megatron's or a feature's; empty without one."""
+    megatrons = (flag for name, flag in UNEVEN_IN_MEGATRON.items() if values.get(name))
     every = (_with_values(kind, values) for kind in all_features())
     found = (one.uneven_layers(values) for one in every if one.enabled(values))
-    return next(filter(None, found), "")
+    return next(megatrons, "") or next(filter(None, found), "")
+
+
+UNEVEN_IN_MEGATRON = {
+    "window_attn_skip_freq": "--window-attn-skip-freq",
+    "no_rope_freq": "--no-rope-freq",
+    "linear_attention_freq": "--linear-attention-freq",
+    "heterogeneous_block_specs": "--heterogeneous-layers-config-path",
+    "first_last_layers_bf16": "--first-last-layers-bf16",
+    "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
+}
+"""Flags of Megatron by which layers of one kind differ, by argument."""
 
 
 @lru_cache

@@ -26,17 +26,6 @@ from mindspeed.planner.expert_loads import loads_of
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
 
-_UNEVEN = {
-    "window_attn_skip_freq": "--window-attn-skip-freq",
-    "no_rope_freq": "--no-rope-freq",
-    "linear_attention_freq": "--linear-attention-freq",
-    "heterogeneous_block_specs": "--heterogeneous-layers-config-path",
-    "first_last_layers_bf16": "--first-last-layers-bf16",
-    "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
-}
-"""Flags of Megatron by which layers of one kind differ, by argument."""
-
-
 PAIRS = "forward and backward of two micro-batches at once (--overlap-moe-expert-parallel-comm)"
 
 
@@ -46,9 +35,6 @@ def whole_only(args: argparse.Namespace) -> str:
     Either layers of one kind differ, or what they share is not shared layer by layer.
     """
     values = vars(args)
-    for name, flag in _UNEVEN.items():
-        if values.get(name):
-            return f"layers that differ by {flag}"
     if values.get("overlap_moe_expert_parallel_comm"):
         return PAIRS
     if flag := uneven_layers(values):
