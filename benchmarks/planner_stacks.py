@@ -23,8 +23,7 @@ from planner_rows import PublishedRow
 
 from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.cluster.operations import Operation
-from mindspeed.planner.cluster.rates import PRECISIONS, Experts, Program
-from mindspeed.planner.cluster.rates import ALIGNED, DeviceRates
+from mindspeed.planner.cluster.rates import ALIGNED, PRECISIONS, DeviceRates, Experts, Program
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a100-40gb": ("a100", {"memory_gib": 39.4, "memory_gbs": 1555}),
