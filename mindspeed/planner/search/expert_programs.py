@@ -87,16 +87,14 @@ class ExpertPrograms:
 
 def dominated(priced: Sequence[Priced]) -> list[str]:
     """Programs than which another is as fast and keeps as little, and better in one of both."""
-    found = [(*_figures(one), one.name) for one in priced if one.simulation is not None]
+    found = []
+    for one in priced:
+        if one.simulation is not None:  # a pair runs two micro-batches at once
+            seconds = one.simulation.total / (2 if ENTRIES[one.name].pair else 1)
+            found.append((seconds, one.kept, one.name))
     kept, least = list[str](), float("inf")
     for _, nbytes, name in sorted(found):
         if nbytes < least:
             kept.append(name)
             least = nbytes
     return [name for *_, name in found if name not in kept]
-
-
-def _figures(one: Priced) -> tuple[float, float]:
-    """Seconds of a micro-batch, and bytes that its experts keep; a pair runs two at once."""
-    assert one.simulation is not None
-    return one.simulation.total / (2 if ENTRIES[one.name].pair else 1), one.kept
