@@ -94,9 +94,11 @@ def _unseen(exchange: Any) -> Any:
 def fake(flags: str, world: int, ranks: Sequence[int], imbalance: float) -> list[dict[str, Any]]:
     """Figures of some ranks of a job of which nothing runs."""
     from mindspeed.planner.count.counted_step import count_step
+    from mindspeed.planner.expert_loads import ExpertLoads
 
     args = _args(flags, world, "--dry-run")
-    return [figures(count_step(args, rank, imbalance=imbalance)) for rank in ranks]
+    args.expert_loads = ExpertLoads(imbalance)
+    return [figures(count_step(args, rank)) for rank in ranks]
 
 
 def figures(step: Any) -> dict[str, Any]:

@@ -292,10 +292,12 @@ def _fake(flags: str, world: int, rank: int, imbalance: float) -> list[Reading]:
     from mindspeed.planner.count.counted_step import no_collections
     from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.planner.count.step_counter import StepCounter
+    from mindspeed.planner.expert_loads import ExpertLoads
     from tests.planner.real_and_fake import _args
 
     args = _args(flags, world, "--dry-run")
-    with planned_rank(args, rank, imbalance) as own, no_collections(), StepCounter() as counter:
+    args.expert_loads = ExpertLoads(imbalance)
+    with planned_rank(args, rank) as own, no_collections(), StepCounter() as counter:
         step = StepOfRank(own, counter)
         step.run()
         gc.collect()

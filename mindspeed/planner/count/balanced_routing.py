@@ -195,17 +195,10 @@ def assumed_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterato
 
 
 @contextlib.contextmanager
-def planned_rank(
-    args: argparse.Namespace, rank: int, imbalance: float | None = None
-) -> Iterator[argparse.Namespace]:
-    """Make this process a global rank of the job, on FakeTensors; yields a copy of its values.
-
-    Args:
-        imbalance: of the routing; default: as the job is planned.
-    """
+def planned_rank(args: argparse.Namespace, rank: int) -> Iterator[argparse.Namespace]:
+    """Make this process a global rank of the job, on FakeTensors; yields a copy of its values."""
     args = copy.copy(args)
-    if imbalance is None:
-        imbalance = loads_of(args).imbalance(Parallel.of(args).expert)
+    imbalance = loads_of(args).imbalance(Parallel.of(args).expert)
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
         yield args
 

@@ -61,7 +61,6 @@ def count_step(
     *,
     micro_batches: int | None = None,
     watch: Watch = nullcontext,
-    imbalance: float | None = None,
     short: bool = False,
 ) -> CountedStep:
     """Count one step of a rank of the job, on FakeTensors.
@@ -70,12 +69,11 @@ def count_step(
         args: final values, of a dry run.
         micro_batches: micro-batches of the step; default: those of the job.
         watch: makes a context around the counted step.
-        imbalance: load of the first expert-parallel rank over the mean; default: as planned.
         short: run one micro-batch in the step before, which creates optimizer states.
     """
     from mindspeed.planner.count.balanced_routing import planned_rank
 
-    with planned_rank(args, rank, imbalance) as args:
+    with planned_rank(args, rank) as args:
         return count_here(args, rank, micro_batches, watch, short)
 
 
