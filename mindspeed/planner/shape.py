@@ -87,7 +87,6 @@ class Shape:
     ranks: int
     chunks: int
     stages: tuple[tuple[str, ...], ...]
-    micro_batch: int
     micro_batches: int
     data_parallel: int
     devices: int
@@ -184,7 +183,6 @@ def shape_of(args: argparse.Namespace) -> Shape:
         ranks=pp,
         chunks=parallel.chunks or 1,
         stages=_stages(args, counts),
-        micro_batch=batch.micro,
         micro_batches=micro_batches(args),
         data_parallel=parallel.data,
         devices=parallel.world,

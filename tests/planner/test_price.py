@@ -62,7 +62,6 @@ def shape(count: int, layers: int, batches: int, chunks: int = 1, **changes: obj
         ranks=count,
         chunks=chunks,
         stages=(("dense",) * (layers // stages),) * stages,
-        micro_batch=1,
         micro_batches=batches,
         data_parallel=2,
         devices=2 * count,

@@ -118,7 +118,6 @@ def shaped(request, ranks, m, again):
         ranks=ranks,
         chunks=2,
         stages=(("expert",) * 4,) * (2 * ranks),
-        micro_batch=1,
         micro_batches=m,
         data_parallel=1,
         devices=ranks,
