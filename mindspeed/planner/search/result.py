@@ -52,7 +52,10 @@ class Candidate:
     """A layout that fits and can start.
 
     Attributes:
+        layout: the layout.
+        prediction: its predicted memory and time.
         flags: the command line to copy, without the program.
+        estimated: whether its bytes are an estimate.
     """
 
     layout: Layout
@@ -101,6 +104,9 @@ class Closest:
     """The candidate that needs least memory, where none fits.
 
     Attributes:
+        layout: the layout.
+        prediction: its predicted memory and time.
+        deficit: bytes that it needs beyond the limit.
         help: changes; those that close the deficit come first.
     """
 
@@ -125,6 +131,7 @@ class SearchResult:
 
     Attributes:
         cluster: name of the cluster.
+        devices: number of ranks.
         memory_limit: bytes that the tensors of a rank may take.
         total: number of combinations, the sum of :attr:`removed` and :attr:`fitting`.
         removed: number of combinations that each constraint removed.
@@ -134,6 +141,7 @@ class SearchResult:
         front: Pareto front of time and memory, the fastest first.
         closest: the layout closest to fitting, if none fits.
         interrupted: whether Ctrl-C ended the search; candidates are the best until then.
+        wall_seconds: duration of the search.
         tolerance: relative difference of times within which candidates tie.
         interval: how far predicted seconds may be off; None: not known.
         assumed: what the flags do not say, in words.

@@ -41,6 +41,8 @@ class Prediction:
     """The price of a layout.
 
     Attributes:
+        layout: the layout.
+        seconds: duration of a step.
         peak_bytes: peak memory of the fullest rank; with several kinds of devices, what one kind
             has less than the largest counts as used.
         ranks: memory of each pipeline rank.
@@ -49,6 +51,7 @@ class Prediction:
         optimizer_seconds: seconds from the end of the pipeline to the next step, without waiting.
         flops_per_device: FLOPs of the mean device in a step, recomputation included.
         mfu: model FLOPs, without recomputation, as a fraction of what the devices could do.
+        tokens_per_second_per_device: throughput.
         limit: largest part of the step: ``compute``, ``bubble`` or the name of a wait.
         picture: its schedule and what is alive over it, if it was asked for and is short enough.
         uneven_seconds: duration if the busiest rank gets as many tokens of experts as it may beyond
