@@ -32,7 +32,7 @@ from typing import Any
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import options
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, expert_loads
-from mindspeed.planner.layout import EXPERT_PROGRAMS, OPTIMIZERS, Recompute
+from mindspeed.planner.layout import OPTIMIZERS, Recompute, expert_programs
 from mindspeed.planner.search.space import SEARCHED, Space
 from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
 
@@ -383,5 +383,5 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
     "cp_algorithm": lambda text: _one_of("cp_algorithm", options("cp_algorithm"))(text),
     "optimizer": _one_of("optimizer", OPTIMIZERS),
     "precision": lambda text: _one_of("precision", options("precision"))(text),
-    "expert_program": _one_of("expert_program", EXPERT_PROGRAMS),
+    "expert_program": lambda text: _one_of("expert_program", expert_programs())(text),
 }

@@ -9,6 +9,7 @@ A field that is None keeps the job's value. A flag whose value is None is remove
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,7 +17,6 @@ from itertools import groupby
 from typing import Any
 
 from mindspeed.features.registry import flags_planned_as, options, schedule_flags
-from mindspeed.moe.comparison import ENTRIES
 from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES, layers_of_stages
 from mindspeed.pipeline.schedule.placement import Placement
 
@@ -44,14 +44,20 @@ def _program(text: str, dispatcher: str) -> Flags:
     return flags
 
 
-EXPERT_PROGRAMS: dict[str, Flags] = {
-    name: _program(entry.flags, entry.dispatcher)
-    for name, entry in ENTRIES.items()
-    if not entry.extended and not entry.carrier
-}
-"""Flags by expert program of :mod:`mindspeed.moe.comparison`; an extended one is sizes of a layout:
-``etp`` 1, and an ``ep`` that ``tp`` divides. A search counts on any device, and carriers that only
-some devices have are refused on others."""
+@functools.cache
+def expert_programs() -> Mapping[str, Flags]:
+    """Flags by expert program; an extended one is sizes of a layout.
+
+    ``etp`` is 1 there, and ``tp`` divides ``ep``. A search counts on any device, and carriers that
+    only some devices have are refused on others.
+    """
+    from mindspeed.moe.comparison import ENTRIES  # formulas of all programs: most jobs need none
+
+    return {
+        name: _program(entry.flags, entry.dispatcher)
+        for name, entry in ENTRIES.items()
+        if not entry.extended and not entry.carrier
+    }
 
 
 def memory_flags(names: Collection[str]) -> dict[str, Any]:
@@ -162,7 +168,7 @@ class Layout:
         recompute: recomputation in backward.
         optimizer: key of :data:`OPTIMIZERS`.
         precision: an option of a feature.
-        expert_program: key of :data:`EXPERT_PROGRAMS`.
+        expert_program: key of :func:`expert_programs`.
         memory: options of features that save memory, sorted.
     """
 
@@ -266,8 +272,8 @@ class Layout:
         if self.cp_algorithm is not None:
             flags |= algorithm_flags(self.cp_algorithm, self.cp)
         if self.expert_program is not None:
-            flags |= dict.fromkeys(name for table in EXPERT_PROGRAMS.values() for name in table)
-            flags |= EXPERT_PROGRAMS[self.expert_program]
+            flags |= dict.fromkeys(name for table in expert_programs().values() for name in table)
+            flags |= expert_programs()[self.expert_program]
         if self.memory is not None:
             flags |= memory_flags(self.memory)
         return flags

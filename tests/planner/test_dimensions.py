@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed.memory.selective import modules_of, together
 from mindspeed.moe.comparison import Priced
-from mindspeed.planner.layout import EXPERT_PROGRAMS, Layout, Recompute
+from mindspeed.planner.layout import Layout, Recompute, expert_programs
 from mindspeed.planner.search.expert_programs import dominated
 from mindspeed.planner.search.selective import Saving, subsets
 from mindspeed.planner.search.space import Sizes, Space, reason_against, stage_layers
@@ -108,11 +108,11 @@ def test_programs_of_experts_of_which_another_is_faster_and_smaller_are_no_candi
 
 
 def test_flags_of_expert_programs_are_names_of_arguments():
-    assert EXPERT_PROGRAMS["1f1b"] == {
+    assert expert_programs()["1f1b"] == {
         "moe_token_dispatcher_type": "alltoall",
         "overlap_moe_expert_parallel_comm": True,
     }
-    assert all(name.isidentifier() for flags in EXPERT_PROGRAMS.values() for name in flags)
+    assert all(name.isidentifier() for flags in expert_programs().values() for name in flags)
 
 
 def test_a_search_tries_options_that_keep_the_numbers_of_a_training():

@@ -216,7 +216,7 @@ def test_what_a_middle_rank_has_alone_grows_as_what_equals_it():
     longer = templates_of(step(4, 3), 4)
     growth = templates.Growth(found, longer, (2,), 1)
     key = next(key for key in found.found if key.part is recording.Part.BACK_POST)
-    other = replace(key, around=(None,))
+    other = key._replace(around=(None,))
     assert growth.pair(other, found.found[key]) == (found.found[key], longer.found[key])
     changed = replace(found.found[key], deltas=(7,))
     with pytest.raises(templates.NotSpliceable, match="how it grows with the layers"):

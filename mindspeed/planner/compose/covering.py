@@ -171,7 +171,8 @@ def covering(
         NotSpliceable: none does.
     """
     if is_plain(layout, shape):
-        covers = [_of_1f1b(layout, shape, rank, reach) for rank in ranks]
+        sizes = _sizes(shape, ranks)
+        covers = [_of_1f1b(layout, shape, rank, reach, sizes[rank]) for rank in ranks]
     else:
         covers = [_of_row(layout, shape, rank, reach, bare) for rank in ranks]
     shortest: dict[object, Cover] = {}
@@ -208,13 +209,34 @@ def is_interleaved(shape: Shape) -> bool:
     return shape.chunks > 1 and shape.request.kind in ("1f1b", "interleaved")
 
 
-def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int) -> Cover:
+Size = tuple[int, int, int]
+"""Ranks of a small pipeline, rank and micro-batches."""
+
+
+def _sizes(shape: Shape, ranks: Sequence[int]) -> dict[int, Size]:
+    """Sizes that cover 1F1B ranks; those of one rank cover others with the same layers, too."""
+    found: dict[int, Size] = {}
+    known: dict[object, list[Size]] = {}
+    for rank in sorted(ranks):  # the first of the middle needs most
+        row, words = _row_and_words(shape, rank)
+        ends, wanted = (rank == 0, rank == shape.ranks - 1), _seen(row)
+        alike = known.setdefault((ends, words), [])
+        own = next((one for one in alike if wanted <= _seen(_small_row(shape, one))), None)
+        if own is None:
+            own = _fewest(shape, wanted, _seen, *ends)
+            alike.append(own or (shape.ranks, rank, shape.micro_batches))
+        found[rank] = own or alike[-1]
+    return found
+
+
+def _small_row(shape: Shape, size: Size) -> Row:
+    ranks, rank, count = size
+    return row_of(_request(shape, ranks), ranks, shape.chunks, count, rank)
+
+
+def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int, size: Size) -> Cover:
     row, whole = _row_and_words(shape, rank)
-    size = _fewest(shape, _seen(row), _seen, rank == 0, rank == shape.ranks - 1)
-    around = messages_near
-    return _cover(layout, shape, size or (shape.ranks, rank, shape.micro_batches), whole, reach)(
-        row, around, around
-    )
+    return _cover(layout, shape, size, whole, reach)(row, messages_near, messages_near)
 
 
 def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, bare: bool) -> Cover:

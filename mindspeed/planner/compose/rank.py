@@ -170,13 +170,13 @@ def _take_layers(grown: Templates, cover: Cover, recording_of: Lookup) -> Counte
         first_known: dict[Key, Template] = {}
         for key, one in layers.items():
             if key.part in OF_LAYERS and key.chunk == index:
-                key = replace(key, chunk=chunk, turn=_alone(key.turn))
+                key = key._replace(chunk=chunk, turn=_alone(key.turn))
                 if first_known.setdefault(key, one).deltas != one.deltas:
                     raise NotSpliceable(f"{key}: depends on the action before")
         for key, one in first_known.items():
             for op, owner, turn in turns:
                 if (op, owner, _alone(turn)) == (key.op, chunk, key.turn):
-                    grown.found[replace(key, turn=turn)] = one
+                    grown.found[key._replace(turn=turn)] = one
     return found[0]
 
 

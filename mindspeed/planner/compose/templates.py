@@ -67,8 +67,7 @@ def turns_of(row: Sequence[Place]) -> list[Turn]:
     return turns
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Blocks with one key are equal.
 
     Attributes:
@@ -193,14 +192,14 @@ class Templates:
     def keys(self, row: Sequence[Place], words: Sequence[Word]) -> Iterator[tuple[int, Key]]:
         """Action and key of all blocks of a step."""
         turns = turns_of(row)
+        near = [[window(word, i, self.reach) for i in range(len(word))] for word in words]
         for action, part, layer in blocks_of(row, words):
             if part in PER_STEP:
                 yield action, Key(part)
                 continue
             op, chunk, _ = row[action]
             if part in PER_LAYER:
-                near = window(words[chunk], layer, self.reach)
-                yield action, Key(part, op, chunk, turns[action], near)
+                yield action, Key(part, op, chunk, turns[action], near[chunk][layer])
             else:
                 around = self.surroundings(row, action, part)
                 yield action, Key(part, op, chunk, turns[action], around=around)
@@ -214,7 +213,7 @@ class Templates:
         for key, one in self.found.items():
             at = key.around[0] if key.around else -1
             if isinstance(at, int) and start <= at < start + period:
-                other = self.found.get(replace(key, around=(at - period,)))
+                other = self.found.get(key._replace(around=(at - period,)))
                 if other is not None and other.deltas != one.deltas:
                     raise NotSpliceable(f"{key}: differs from {period} actions before")
 
@@ -374,6 +373,8 @@ def _repeated(key: Key, one: Template, others: Others, affine: Template) -> Temp
     insertions: dict[int, list[tuple[int, str]]] = {}
     changes = [0] * len(one.deltas)
     for _, other, times in others:
+        if other.deltas == one.deltas:
+            continue
         matcher = difflib.SequenceMatcher(None, one.deltas, other.deltas, autojunk=False)
         for tag, i, j, k, n in matcher.get_opcodes():
             if tag == "insert":

@@ -16,6 +16,8 @@ from mindspeed.planner.job import Overrides
 class Part(Enum):
     """A stretch of a step between two marks."""
 
+    __hash__ = object.__hash__  # of Enum it is a function of Python's
+
     HEAD = "head"  # before gradients are zeroed
     CLEAR = "clear"  # the optimizer zeroes gradients
     OPEN = "open"  # until the first action

@@ -20,7 +20,7 @@ from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.sizes import Sizes
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.search.space import EXPERT_SEARCHED
+from mindspeed.planner.search.space import searched_programs
 from mindspeed.profiling.model_flops import attention_products
 from mindspeed.training.token_counts import model_shape
 
@@ -64,7 +64,7 @@ class ExpertPrograms:
         attention = Attention(
             tokens * found.inputs, tokens * found.per_key * length / 2, tokens * found.output
         )
-        priced = compare(Job(sizes, self._rates, tp, attention=attention), EXPERT_SEARCHED)
+        priced = compare(Job(sizes, self._rates, tp, attention=attention), searched_programs())
         none = {one.name: f"expert program: {one.reason}" for one in priced if one.reason}
         return none | {name: WORSE for name in dominated(priced)}
 

@@ -21,9 +21,8 @@ from itertools import combinations
 from typing import Any
 
 from mindspeed.features.registry import options
-from mindspeed.moe.comparison import ENTRIES
 from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES
-from mindspeed.planner.layout import EXPERT_PROGRAMS, OPTIMIZERS, Layout, Recompute
+from mindspeed.planner.layout import OPTIMIZERS, Layout, Recompute, expert_programs
 
 Split = str | tuple[int, ...]
 Point = Mapping[str, Any]
@@ -221,8 +220,13 @@ SEARCHED = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split"
 """Default dimensions of a search; schedule, optimizer, expert program and memory features stay as
 they are in the job."""
 
-EXPERT_SEARCHED = tuple(name for name in EXPERT_PROGRAMS if ENTRIES[name].exact)
-"""Expert programs that leave the numbers of a training as they are."""
+
+def searched_programs() -> tuple[str, ...]:
+    """Expert programs that leave the numbers of a training as they are."""
+    from mindspeed.moe.comparison import ENTRIES  # lazy, as in expert_programs
+
+    return tuple(name for name in expert_programs() if ENTRIES[name].exact)
+
 
 SAME = "the same as another combination"
 
@@ -277,7 +281,7 @@ class Space:
             recompute=(Recompute(), *(Fraction(n, 8) for n in range(1, 9))),
             optimizer=tuple(OPTIMIZERS),
             precision=(None, *options("precision")),
-            expert_program=EXPERT_SEARCHED if sizes.experts else (None,),
+            expert_program=searched_programs() if sizes.experts else (None,),
             memory=_memory_sets(sizes.lacking),
         )
 
