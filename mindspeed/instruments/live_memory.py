@@ -136,10 +136,14 @@ class LiveMemory(Instrument):
             self._latest = work = Work.unbox(one)
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if func.overloadpacket in _BETWEEN_TWO:
+                self.passed(given)
                 weakref.finalize(work, given.clear).atexit = False
                 continue
             self._sent[id(work)] = given
             weakref.finalize(work, self._sent.pop, id(work), None).atexit = False
+
+    def passed(self, tensors: list[torch.Tensor]) -> None:
+        """Tensors of a message between two ranks, when it begins."""
 
     def _made_on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:

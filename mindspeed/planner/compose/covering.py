@@ -15,8 +15,9 @@ they keep something between actions themselves, as experts do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -24,11 +25,15 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.compose.templates import (
     Around,
+    NearInRow,
     NotSpliceable,
     Surroundings,
     Turn,
     messages_near,
+    nothing_near,
     place_in_row,
+    seen_near,
+    settled,
     turns_of,
 )
 from mindspeed.planner.compose.words import Layer, Word, shortened
@@ -40,6 +45,8 @@ PREDICTION = "prediction"
 """Kind of a layer of multi-token prediction, which comes after those of the last stage."""
 MOST_RANKS, MOST_BATCHES = 10, 24
 """Largest 1F1B pipeline that is tried to cover another."""
+INTERLEAVED_RANKS = 13
+"""Largest interleaved pipeline that is tried to cover another, in four groups of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,8 @@ class Cover:
         around_large: those of the large rank, in terms of the small one.
         reach: neighbours of a layer on either side that matter.
         middle: what the large row repeats more often than the small one.
-        sources: for each chunk, where its layers are recorded, if not here: a cover, and its chunk.
+        source: short pipeline with real layers, if the rank is recorded with bare ones.
+        chunks: pipelines of each chunk alone, of which layers are taken instead.
     """
 
     point: Point
@@ -109,7 +117,27 @@ class Cover:
     around_large: Surroundings
     reach: int
     middle: Middle | None = None
-    sources: tuple[tuple[Cover, int], ...] = ()
+    source: Cover | None = None
+    chunks: tuple[Cover, ...] = ()
+
+    def freed(self, recorded: Row, messages: Mapping[int, Around]) -> Surroundings:
+        """What layers of an action of the large row free of messages.
+
+        Args:
+            recorded: the row that was recorded.
+            messages: what layers of its actions free.
+
+        Raises:
+            NotSpliceable: actions with equal surroundings free others.
+        """
+        if self.around_large is messages_near:
+            return nothing_near
+        known: dict[Around, Around] = {}
+        for action in range(len(recorded)):
+            own = messages.get(action, ())
+            if known.setdefault(self.around_small(recorded, action, Part.GAP), own) != own:
+                raise NotSpliceable(f"action {action} frees other messages than others like it")
+        return lambda row, action, part: known.get(self.around_large(row, action, Part.GAP), ())
 
     @property
     def points(self) -> list[Point]:
@@ -121,21 +149,20 @@ class Cover:
 
         What grows outside of layers does so by their parameters, which bare layers have.
         """
-        sources = tuple((one.with_bare_growth(), chunk) for one, chunk in self.sources)
+        chunks = tuple(one.with_bare_growth() for one in self.chunks)
         if not self.longer:
-            return replace(self, sources=sources)
+            return replace(self, chunks=chunks)
         longer = tuple(replace(x, point=replace(x.point, bare=True)) for x in self.longer)
         base = replace(self.base, bare=True)
-        return replace(self, base=base, longer=longer, sources=sources)
+        return replace(self, base=base, longer=longer, chunks=chunks)
 
-    @property
-    def distinct_sources(self) -> list[Cover]:
-        """Covers of which layers are taken, each once."""
-        found: list[Cover] = []
-        for cover, _ in self.sources:
-            if all(cover.point != one.point for one in found):
-                found.append(cover)
-        return found
+
+class Layers(Enum):
+    """Where the layers of a rank that does not run 1F1B are recorded."""
+
+    IN_ROW = "in its row"
+    SHORT = "in short pipelines; the row with bare ones"
+    ALONE = "each chunk alone, for an estimate"
 
 
 def words_of(shape: Shape, stage: int) -> Word:
@@ -156,7 +183,11 @@ def words_of(shape: Shape, stage: int) -> Word:
 
 
 def covering(
-    layout: Layout, shape: Shape, ranks: Sequence[int], reach: int = 1, bare: bool = True
+    layout: Layout,
+    shape: Shape,
+    ranks: Sequence[int],
+    reach: int = 1,
+    layers: Layers = Layers.SHORT,
 ) -> list[Cover]:
     """The recordings that stand for ranks of a job.
 
@@ -165,7 +196,7 @@ def covering(
         shape: its shape.
         ranks: the pipeline ranks.
         reach: neighbours of a layer on either side that matter.
-        bare: record the row of a rank with bare layers, where it is not 1F1B.
+        layers: where layers are recorded.
 
     Raises:
         NotSpliceable: none does.
@@ -174,7 +205,7 @@ def covering(
         sizes = _sizes(shape, ranks)
         covers = [_of_1f1b(layout, shape, rank, reach, sizes[rank]) for rank in ranks]
     else:
-        covers = [_of_row(layout, shape, rank, reach, bare) for rank in ranks]
+        covers = [_of_row(layout, shape, rank, reach, layers) for rank in ranks]
     shortest: dict[object, Cover] = {}
     for rank, cover in zip(ranks, covers, strict=True):
         known = shortest.setdefault(_growth_of(cover, rank, shape), cover)
@@ -239,17 +270,29 @@ def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int, size: Size) ->
     return _cover(layout, shape, size, whole, reach)(row, messages_near, messages_near)
 
 
-def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, bare: bool) -> Cover:
+def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, layers: Layers) -> Cover:
     row, whole = _row_and_words(shape, rank)
-    count, middle = _repeating(shape, row, rank, reach)
-    size = shape.ranks, rank, count
-    small: Surroundings = place_in_row
-    large: Surroundings = place_in_row if middle is None else middle.around
-    if not bare:
-        return _cover(layout, shape, size, whole, reach)(row, small, large, middle)
-    own = _cover(layout, shape, size, whole, 0, bare=True)
-    sources = tuple(_sources(layout, shape, rank, reach, row, whole))
-    return own(row, _between(small), _between(large), middle, sources)
+    ends = rank == 0, rank == shape.ranks - 1
+    near, size = NearInRow(), None
+    if layers is Layers.SHORT and is_interleaved(shape):
+        size = _fewest(shape, seen_near(row), seen_near, *ends, interleaved=True)
+    middle, small, large = None, _between(near), _between(near)
+    if size is None:
+        count, middle = _repeating(shape, row, rank, reach)
+        size = shape.ranks, rank, count
+        small = _between(place_in_row)
+        large = small if middle is None else _between(middle.around)
+    if layers is Layers.IN_ROW:
+        real = _cover(layout, shape, size, whole, reach)
+        return real(row, place_in_row, middle.around if middle else place_in_row, middle)
+    cover = _cover(layout, shape, size, whole, 0, bare=True)(row, small, large, middle)
+    alone: tuple[Cover, ...] = ()
+    if layers is Layers.ALONE or (is_interleaved(shape) and not any(map(_keeps_graph, whole))):
+        alone = _alone(layout, shape, rank, reach, row, whole)
+    if layers is Layers.ALONE:
+        return replace(cover, chunks=alone)
+    source = _source(layout, shape, reach, () if alone else row, whole, *ends)
+    return replace(cover, source=source, chunks=alone)
 
 
 def _row_and_words(shape: Shape, rank: int) -> tuple[Row, tuple[Word, ...]]:
@@ -265,34 +308,36 @@ def _between(around: Surroundings) -> Surroundings:
     )
 
 
-def _sources(
+def _alone(
     layout: Layout, shape: Shape, rank: int, reach: int, row: Row, whole: tuple[Word, ...]
-) -> Iterator[tuple[Cover, int]]:
-    """The cover with the layers of each chunk of a rank, and the chunk there."""
-    if not is_interleaved(shape):
-        ends = rank == 0, rank == shape.ranks - 1
-        one = _source(layout, shape, reach, _turns(row), whole, *ends)
-        yield from ((one, chunk) for chunk in range(shape.chunks))
-        return
-    single = replace(shape, chunks=1, request=ScheduleRequest())
-    turns, count = _turns(row), len(shape.stages)
+) -> tuple[Cover, ...]:
+    """For each chunk a cover with its layers, as a stage of 1F1B."""
+    count, found = len(shape.stages), []
+    single = replace(shape, chunks=1, ranks=count, request=ScheduleRequest())
     for chunk, stage in enumerate(shape.placement.stages[rank]):
-        wanted = {(op, 0, turn) for op, of, turn in turns if of == chunk}
+        own = tuple(place._replace(chunk=0) for place in row if place.chunk == chunk)
         ends = stage == 0, stage == count - 1
-        single = replace(single, ranks=count)
-        yield _source(replace(layout, vpp=1), single, reach, wanted, (whole[chunk],), *ends), 0
+        layers = (whole[chunk],)
+        found.append(_source(replace(layout, vpp=1), single, reach, own, layers, *ends))
+    return tuple(found)
 
 
 def _source(
     layout: Layout,
     shape: Shape,
     reach: int,
-    wanted: set[tuple[str, int, Turn]],
+    row: Row,
     whole: tuple[Word, ...],
     first: bool,
     last: bool,
 ) -> Cover:
-    size = _fewest(shape, wanted, _turns, first, last)
+    """The cover with layers that have all turns of a row."""
+
+    def seen(row: Row) -> set[tuple[str, int, Turn]]:
+        turns = zip(row, turns_of(row), strict=True)
+        return {(op, chunk, turn_of(op, turn, whole[chunk])) for (op, chunk, _), turn in turns}
+
+    size = _fewest(shape, seen(row), seen, first, last)
     if size is None:
         raise NotSpliceable("no short pipeline has all turns of the actions")
     ranks, rank, count = size
@@ -301,10 +346,23 @@ def _source(
     return _cover(layout, shape, size, whole, reach)(row, around, around)
 
 
-def _turns(row: Row) -> set[tuple[str, int, Turn]]:
-    """What dense layers of a row depend on, apart from their neighbours."""
-    turns = zip(row, turns_of(row), strict=True)
-    return {(*place[:2], turn._replace(after="")) for place, turn in turns}
+def turn_of(op: str, turn: Turn, word: Word) -> Turn:
+    """What of a turn the layers of a chunk depend on.
+
+    Those of experts keep the graph of the last forward, or what the last recomputation has left;
+    dense ones do not depend on the action before.
+    """
+    if all(layer.kind == DENSE for layer in word):
+        return turn._replace(after="", latest="")
+    turn = turn._replace(last=turn.last and op != "F")
+    if not _keeps_graph(word):
+        return turn._replace(latest="")
+    return turn if any(layer.group for layer in word) else turn._replace(after="")
+
+
+def _keeps_graph(word: Word) -> bool:
+    """Whether layers have the graph of a micro-batch after its forward, as those of experts."""
+    return any(layer.kind != DENSE and not layer.group for layer in word)
 
 
 def _cover(
@@ -346,11 +404,10 @@ def _cover(
         around_small: Surroundings,
         around_large: Surroundings,
         middle: Middle | None = None,
-        sources: tuple[tuple[Cover, int], ...] = (),
     ) -> Cover:
         return Cover(
             *(own, words, times, own, tuple(longer), row, whole),
-            *(around_small, around_large, reach, middle, sources),
+            *(around_small, around_large, reach, middle),
         )
 
     return cover
@@ -372,6 +429,7 @@ def _fewest(
     seen: Callable[[Row], set[Any]],
     first: bool,
     last: bool,
+    interleaved: bool = False,
 ) -> tuple[int, int, int] | None:
     """Ranks, rank and micro-batches of the shortest row that has all of ``wanted``.
 
@@ -381,10 +439,17 @@ def _fewest(
         seen: what a row has.
         first: whether the rank is the first of the pipeline.
         last: whether it is the last.
+        interleaved: try the pipelines in which several chunks have all surroundings.
     """
-    for count in range(1, MOST_BATCHES + 1):
-        for ranks, small in _candidates(shape.ranks, first, last):
-            shown = _shown(seen, _request(shape, ranks), ranks, shape.chunks, count, small)
+    most = min(shape.ranks, INTERLEAVED_RANKS if interleaved else MOST_RANKS)
+    least = min(shape.ranks, 4 if interleaved else 2)
+    counts = range(3 * least, 4 * most + 1) if interleaved else range(1, MOST_BATCHES + 1)
+    for count in counts:
+        for ranks, small in _candidates(range(least, most + 1), first, last):
+            request = _request(shape, ranks)
+            if is_interleaved(shape) and count % (request.group_size or ranks):
+                continue  # Megatron runs whole groups
+            shown = _shown(seen, request, ranks, shape.chunks, count, small)
             if shown is not None and wanted <= shown:
                 return ranks, small, count
     return None
@@ -413,12 +478,12 @@ def _request(shape: Shape, ranks: int) -> ScheduleRequest:
     return replace(request, group_size=ranks) if request.group_size == shape.ranks else request
 
 
-def _candidates(most: int, first: bool, last: bool) -> Iterator[tuple[int, int]]:
+def _candidates(sizes: range, first: bool, last: bool) -> Iterator[tuple[int, int]]:
     """Small pipelines and the ranks in them that have the same ends of the model."""
     if first and last:
         yield 1, 0
         return
-    for ranks in range(2, min(most, MOST_RANKS) + 1):
+    for ranks in sizes:
         if first:
             yield ranks, 0
         elif last:
@@ -457,7 +522,7 @@ def _middle(small: Row, row: Row, period: int, reach: int) -> Middle | None:
     equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
     if more % period:
         return None
-    first = 2 * period + _settled(small)
+    first = 2 * period + settled(small)
     steady = [
         ahead
         for ahead in range(first, equal + 1)
@@ -473,19 +538,6 @@ def _middle(small: Row, row: Row, period: int, reach: int) -> Middle | None:
         if all(other[i] == one[at] for i, at in enumerate(places)):
             return Middle(places, start, period)
     return None
-
-
-def _settled(row: Row) -> int:
-    """Actions after which those before the first backward have no effect any more.
-
-    Megatron's schedule keeps what it received last before that until the end of the step: the
-    input of the next forward, and the gradient that its backward makes.
-    """
-    warm_up = next((i for i, place in enumerate(row) if place.op != "F"), len(row))
-    of = next((place for place in row[warm_up:] if place.op == "F"), None)
-    if of is None:
-        return warm_up
-    return 1 + next(i for i, x in enumerate(row) if x.op in "BI" and x[1:] == of[1:])
 
 
 def _point(

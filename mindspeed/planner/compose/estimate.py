@@ -48,10 +48,9 @@ class _Needs:
 
 
 def estimate(cover: Cover, trace: Callable[[Cover], RankTrace]) -> RankTrace:
-    """Estimate the rank for which a cover with sources stands; ``trace`` traces these."""
-    sources = [source for source, _ in cover.sources]
-    chunks = list(map(trace, sources))
-    needs = [_Needs.of(of.row, one.step) for of, one in zip(sources, chunks, strict=True)]
+    """Estimate the rank for which a cover stands; ``trace`` traces its chunks."""
+    chunks = list(map(trace, cover.chunks))
+    needs = [_Needs.of(of.row, one.step) for of, one in zip(cover.chunks, chunks, strict=True)]
     alive = most = 0
     for place in cover.row:
         own = needs[place.chunk]
@@ -61,7 +60,7 @@ def estimate(cover: Cover, trace: Callable[[Cover], RankTrace]) -> RankTrace:
     step.peak = max(most, sum(one.step.closing_top for one in chunks))
     step.closing = chunks[-1].step.closing
     uses = Counter(place[:2] for place in cover.row)
-    for chunk, (of, one) in enumerate(zip(sources, chunks, strict=True)):
+    for chunk, (of, one) in enumerate(zip(cover.chunks, chunks, strict=True)):
         static += one.static
         add(shared, one.shared)
         times = uses["F", chunk] / micro_batches(of.row)

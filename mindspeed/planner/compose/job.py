@@ -15,7 +15,13 @@ from typing import Any
 from mindspeed.errors import PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.covering import Cover, covering, is_interleaved, is_plain
+from mindspeed.planner.compose.covering import (
+    Cover,
+    Layers,
+    covering,
+    is_interleaved,
+    is_plain,
+)
 from mindspeed.planner.compose.estimate import estimate
 from mindspeed.planner.compose.rank import RankTrace, trace, with_replicas
 from mindspeed.planner.compose.templates import NotSpliceable
@@ -76,8 +82,8 @@ class Tracer:
                 for cover, own in zip(covers, built, strict=True)
             ]
 
-        plain = is_plain(layout, shape) or EXPERT in shape.layer_kinds
-        return _widening(traced, layout, shape, asked, [False] if plain else [True, False])
+        ways = [Layers.SHORT, Layers.IN_ROW]
+        return _widening(traced, layout, shape, asked, ways[is_plain(layout, shape) :])
 
     def alike(self, layout: Layout, shape: Shape) -> list[RankTrace]:
         """Trace all ranks from recordings that the layouts of a job share, for a search.
@@ -110,7 +116,7 @@ class Tracer:
         def traced(covers: Sequence[Cover]) -> list[RankTrace]:
             if not grows_in_layers:
                 covers = [one.with_bare_growth() for one in covers]
-            leaves = [leaf for x in covers for leaf in [one for one, _ in x.sources] or [x]]
+            leaves = [leaf for x in covers for leaf in x.chunks or [x]]
             points = [point for leaf in leaves for point in leaf.points]
             more = [_twice(point) for leaf in leaves for point in leaf.points[1:] if shared]
             of = self._recorded([*points, *more])
@@ -129,9 +135,9 @@ class Tracer:
                 known.append((leaf, trace(leaf, partial(replicated, leaf))))
                 return known[-1][1]
 
-            return [estimate(x, leaf_trace) if x.sources else leaf_trace(x) for x in covers]
+            return [estimate(x, leaf_trace) if x.chunks else leaf_trace(x) for x in covers]
 
-        return _widening(traced, few, shape, range(shape.ranks), [True])
+        return _widening(traced, few, shape, range(shape.ranks), [Layers.ALONE])
 
     def _by_kind(
         self, traced: Callable[[Tracer], list[RankTrace]], shape: Shape, ranks: Sequence[int]
@@ -209,19 +215,20 @@ def _widening(
     layout: Layout,
     shape: Shape,
     ranks: Sequence[int],
-    bare: Sequence[bool],
+    layers: Sequence[Layers],
 ) -> list[RankTrace]:
     """Trace with as many neighbours of a layer as matter, and real layers where bare ones differ.
 
     Raises:
         NotSpliceable: no trace fits.
     """
-    ways = [(reach, kind) for kind in bare for reach in range(1, LARGEST_REACH + 1)]
+    ways = [(reach, kind) for kind in layers for reach in range(1, LARGEST_REACH + 1)]
     for reach, kind in ways:
         try:
             return traced(covering(layout, shape, ranks, reach, kind))
         except PlanError as error:  # such as transfers that end two layers later
-            crashed = not (kind or isinstance(error, NotSpliceable))  # real layers run as they are
+            bare = kind is Layers.SHORT  # may crash where real ones do not
+            crashed = not (bare or isinstance(error, NotSpliceable))
             if crashed or (reach, kind) == ways[-1]:
                 raise
     raise AssertionError("unreachable")
@@ -229,9 +236,9 @@ def _widening(
 
 def _points(cover: Cover) -> list[Point]:
     """All ranks to record, those that show what bare layers leave out included."""
-    found = cover.points
-    for one in cover.distinct_sources:
-        found += [*_points(one), replace(one.point, bare=True)]
+    found = [point for one in (cover, *cover.chunks) for point in one.points]
+    if cover.source is not None:
+        found += [*cover.source.points, replace(cover.source.point, bare=True)]
     return found
 
 

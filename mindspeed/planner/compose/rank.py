@@ -7,15 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mindspeed.planner.compose.covering import Cover
+from mindspeed.planner.compose.covering import Cover, turn_of
+from mindspeed.planner.compose.held import held_by, revealed
 from mindspeed.planner.compose.splice import Spliced, micro_batches, splice
 from mindspeed.planner.compose.templates import (
+    Around,
     Growth,
     Key,
     NotSpliceable,
+    Surroundings,
     Template,
     Templates,
     Turn,
+    freed_in,
+    freeing,
+    messages_near,
+    nothing_near,
     own_seconds,
     summed,
     turns_of,
@@ -24,6 +31,7 @@ from mindspeed.planner.compose.words import Word
 from mindspeed.planner.count.recording import (
     BUILT,
     OF_LAYERS,
+    PER_LAYER,
     PER_STEP,
     Part,
     Point,
@@ -85,30 +93,41 @@ def trace(
     Raises:
         NotSpliceable: blocks do not repeat.
     """
+    if cover.source is not None:
+        recording_of = _as_real(cover.source.point, recording_of)
     first, base, *longer = map(recording_of, cover.points)
     grown, growths = _grown(cover, recording_of)
     if built is not None and not shards_gradients:
         grown.replace_steps(built.blocks)
     grown.surroundings = cover.around_large
-    kept = _take_layers(grown, cover, recording_of) if cover.sources else Counter[str]()
+    grown.freed = cover.freed(first.row, freed_in(first))
+    static = _between_steps(cover, recording_of, growths)
+    if cover.source is not None:
+        real, of_real = _grown(cover.source, recording_of)
+        if cover.chunks:
+            real.found = {
+                key._replace(chunk=chunk): one
+                for chunk, alone in enumerate(cover.chunks)
+                for key, one in _grown(alone, recording_of)[0].found.items()
+            }
+        _take_layers(grown, real, cover)
+        static.update(_kept(_between_steps(cover.source, recording_of, of_real)))
+        static.subtract(_kept(recording_of(replace(cover.source.point, bare=True)).static))
 
     def line(of: Callable[[Recording], float]) -> int:
-        pairs = zip(longer, growths, strict=True)
-        return round(of(first) + sum((of(x) - of(base)) * growth.mean for x, growth in pairs))
+        return _line(of, (first, base, *longer), growths)
 
     shared: Sent = {}
     add(shared, first.shared)
     for one, growth in zip(longer, growths, strict=True):
         add(shared, one.shared, growth.mean)
         add(shared, base.shared, -growth.mean)
-    kinds = dict.fromkeys(kind for one in (first, base, *longer) for kind in one.static)
-    static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
     if built is not None and not shards_gradients:
         static = _kept(static) + built.static
     elif built is not None and sum(static[kind] for kind in BUILT) != built.static.total():
         raise NotSpliceable("paddings of sharded gradients do not grow with layers")
     return RankTrace(
-        static + kept,
+        static,
         line(lambda one: one.parameters),
         line(lambda one: one.host),
         splice(grown, cover.row, cover.whole, micro_batches(first.row)),
@@ -123,10 +142,14 @@ def _grown(cover: Cover, recording_of: Lookup) -> tuple[Templates, list[Growth]]
     for one, words in zip((first, base, *longer), expected, strict=True):
         if one.layers != tuple(map(len, words)):
             raise NotSpliceable(f"chunks of {one.layers} layers instead of {words}")
-    without = OF_LAYERS if cover.sources else ()
+    without = OF_LAYERS if cover.source is not None else ()
 
     def templates(one: Recording, words: Sequence[Word]) -> Templates:
-        return Templates.of(one, words, cover.around_small, cover.reach, without)
+        own = freed_in(one)
+        freed: Surroundings = nothing_near
+        if cover.around_small is not messages_near:
+            freed = lambda row, action, part: own.get(action, ())  # noqa: E731
+        return Templates.of(one, words, cover.around_small, cover.reach, without, freed)
 
     own = templates(first, cover.words)
     shorter = own if base is first else templates(base, cover.words)
@@ -144,40 +167,69 @@ def _grown(cover: Cover, recording_of: Lookup) -> tuple[Templates, list[Growth]]
     return own.grown(growths), growths
 
 
-def _take_layers(grown: Templates, cover: Cover, recording_of: Lookup) -> Counter[str]:
-    """Take the blocks of actions whose layers are bare from real ones.
+def _as_real(source: Point, recording_of: Lookup) -> Lookup:
+    """Recordings with what real layers hold in place of the bytes of bare ones.
 
-    Returns:
-        bytes that real layers keep between steps, by kind.
+    Args:
+        source: rank with real layers.
+        recording_of: recordings of it, of the rank with bare ones, and others.
 
     Raises:
-        NotSpliceable: real ones keep something between actions.
+        NotSpliceable: real layers keep something else between actions.
     """
-    sources, found = [], list[Counter[str]]()
-    for of in cover.distinct_sources:
-        real, bare = recording_of(of.point), recording_of(replace(of.point, bare=True))
-        if _between_actions(real) != _between_actions(bare):
-            raise NotSpliceable("layers keep bytes between actions")
-        longer = [recording_of(one.point) for one in of.longer]
-        found += [_kept(one.static) - _kept(bare.static) for one in (real, *longer)]
-        sources.append((of.point, _grown(of, recording_of)[0].found))
-    if any(one != found[0] for one in found):
-        raise NotSpliceable("layers keep bytes between steps, other ones in other chunks")
-    turns = {(*place[:2], turn) for place, turn in zip(cover.row, turns_of(cover.row), strict=True)}
-    for chunk, (source, index) in enumerate(cover.sources):
-        layers = next(one for point, one in sources if point == source.point)
-        grown.reach = source.reach
-        first_known: dict[Key, Template] = {}
-        for key, one in layers.items():
-            if key.part in OF_LAYERS and key.chunk == index:
-                key = key._replace(chunk=chunk, turn=_alone(key.turn))
-                if first_known.setdefault(key, one).deltas != one.deltas:
-                    raise NotSpliceable(f"{key}: depends on the action before")
-        for key, one in first_known.items():
-            for op, owner, turn in turns:
-                if (op, owner, _alone(turn)) == (key.op, chunk, key.turn):
-                    grown.found[key._replace(turn=turn)] = one
-    return found[0]
+    held = held_by(recording_of(source), recording_of(replace(source, bare=True)))
+
+    def found(point: Point) -> Recording:
+        one = recording_of(point)
+        return revealed(one, held) if point.bare else one
+
+    return found
+
+
+def _take_layers(grown: Templates, real: Templates, cover: Cover) -> None:
+    """Take the blocks of actions whose layers are bare from real ones.
+
+    Real layers free the messages that bare ones free in the same action: if no real action with
+    this turn frees as many, the events of one that frees others are changed.
+
+    Raises:
+        NotSpliceable: they depend on more than their turn and messages.
+    """
+    other: dict[_Name, dict[Key, Template]] = {}
+    layers: dict[_Name, dict[Around, dict[Key, Template]]] = {}
+    for key, one in real.found.items():
+        if key.part in OF_LAYERS:
+            name = _name(key.op, key.chunk, key.turn or Turn(), cover)
+            blocks = other.setdefault(name, {})
+            if key.part in PER_LAYER:
+                blocks = layers.setdefault(name, {}).setdefault(key.around, {})
+            key = key._replace(turn=name[2], around=())
+            if blocks.setdefault(key, one).deltas != one.deltas:
+                raise NotSpliceable(f"{key}: depends on the action before")
+    examples = {
+        key._replace(turn=None, around=()): one for key, one in real.found.items() if one.messages
+    }
+    grown.reach = real.reach
+    for action, (place, turn) in enumerate(zip(cover.row, turns_of(cover.row), strict=True)):
+        name = _name(place.op, place.chunk, turn, cover)
+        for key, one in other.get(name, {}).items():
+            grown.found[key._replace(turn=turn)] = one
+        freed = grown.freed(cover.row, action, Part.LAYER)
+        alike = layers.get(name, {})
+        nearest = min(alike, key=lambda x: (x != freed, not x), default=())
+        for key, one in alike.get(nearest, {}).items():
+            target = key._replace(turn=turn, around=freed)
+            if nearest != freed and target not in grown.found:
+                one = freeing(one, freed, examples.get(key._replace(turn=None)))
+            grown.found.setdefault(target, one)
+
+
+_Name = tuple[str, int, Turn]
+"""Op, chunk, and what layers depend on of a turn."""
+
+
+def _name(op: str, chunk: int, turn: Turn, cover: Cover) -> _Name:
+    return op, chunk, turn_of(op, turn, cover.whole[chunk])
 
 
 def _kept(static: Counter[str]) -> Counter[str]:
@@ -185,15 +237,20 @@ def _kept(static: Counter[str]) -> Counter[str]:
     return Counter({kind: n for kind, n in static.items() if kind not in BUILT})
 
 
-def _alone(turn: Turn | None) -> Turn:
-    """A turn without the action before."""
-    return (turn or Turn())._replace(after="")
+def _between_steps(cover: Cover, recording_of: Lookup, growths: Sequence[Growth]) -> Counter[str]:
+    """Bytes between steps of the rank for which a cover stands, by kind."""
+    found = list(map(recording_of, cover.points))
+    kinds = dict.fromkeys(kind for one in found for kind in one.static)
+    return Counter({kind: _line(partial(_static, kind), found, growths) for kind in kinds})
 
 
-def _between_actions(recording: Recording) -> list[tuple[int, Part, list[int]]]:
-    """Bytes of messages, and of what is left by the step before."""
-    parts = (Part.HEAD, Part.OPEN, Part.PRE, Part.GAP)
-    return [(x.action, x.part, x.deltas) for x in recording.blocks if x.part in parts]
+def _line(
+    of: Callable[[Recording], float], found: Sequence[Recording], growths: Sequence[Growth]
+) -> int:
+    """A figure that grows with the layers, from the recordings of a cover."""
+    first, base, *longer = found
+    pairs = zip(longer, growths, strict=True)
+    return round(of(first) + sum((of(x) - of(base)) * growth.mean for x, growth in pairs))
 
 
 def with_replicas(one: Recording, few: Recording, more: Recording, times: float) -> Recording:

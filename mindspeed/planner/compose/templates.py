@@ -14,7 +14,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.compose.words import Window, Word, blocks_of, window
@@ -30,9 +30,10 @@ from mindspeed.planner.count.recording import (
     add,
     top_of,
 )
+from mindspeed.planner.count.step_counter import ACTIVATIONS
 
-Around = tuple[tuple[str, int] | int | None, ...]
-"""Op and chunk of actions around one, or its index in the row."""
+Around = tuple[Any, ...]
+"""Op and chunk of actions around one, its index in the row, or bytes of messages."""
 
 
 class NotSpliceable(PlanError):
@@ -47,11 +48,14 @@ class Turn(NamedTuple):
         last: whether it is the last of its op, which may begin a reduction.
         after: op before it in the same chunk: forward frees what the last forward or recomputation
             of its layers has left.
+        latest: op that ran last on the micro-batch that ran forward last, a backward itself
+            included: layers of experts keep the graph of this micro-batch.
     """
 
     first: bool = False
     last: bool = False
     after: str = ""
+    latest: str = ""
 
 
 def turns_of(row: Sequence[Place]) -> list[Turn]:
@@ -59,11 +63,23 @@ def turns_of(row: Sequence[Place]) -> list[Turn]:
     names = [place[:2] for place in row]
     last = {name: index for index, name in enumerate(names)}
     seen, before, turns = set[tuple[str, int]](), dict[int, str](), list[Turn]()
-    for index, name in enumerate(names):
-        op, chunk = name
-        turns.append(Turn(name not in seen, last[name] == index, before.get(chunk, "")))
-        seen.add(name)
+    latest: dict[int, tuple[str, int]] = {}  # chunk -> op and micro-batch
+    for index, (op, chunk, micro_batch) in enumerate(row):
+        forward = op in ("F", "Fc")
+        if not forward and latest.get(chunk, ("", -1))[1] == micro_batch:
+            latest[chunk] = op, micro_batch
+        turns.append(
+            Turn(
+                first=names[index] not in seen,
+                last=last[names[index]] == index,
+                after=before.get(chunk, ""),
+                latest=latest[chunk][0] if chunk in latest else "",
+            )
+        )
+        seen.add(names[index])
         before[chunk] = op
+        if forward:
+            latest[chunk] = op, micro_batch
     return turns
 
 
@@ -76,7 +92,8 @@ class Key(NamedTuple):
         chunk: model chunk.
         turn: place of the action among those of its chunk.
         layers: the layer and its neighbours, for parts of layers.
-        around: actions around this one, for other parts.
+        around: actions around this one, for other parts; for parts of real layers that a row of
+            bare ones takes, the messages that layers of the action free.
     """
 
     part: Part
@@ -108,6 +125,62 @@ def messages_near(row: Sequence[Place], action: int, part: Part) -> Around:
     return tuple(row[i][:2] if 0 <= i < len(row) else None for i in near)
 
 
+class NearInRow:
+    """Surroundings in an interleaved schedule: who has sent what lives now, and who receives next.
+
+    Until Megatron's schedule is settled it keeps what it has received last before its first
+    backward (:func:`settled`), and two actions do not free it for that.
+    """
+
+    REACH = 2
+
+    def __init__(self) -> None:
+        self._row: Sequence[Place] = ()
+        self._near: list[Around] = []
+
+    def __call__(self, row: Sequence[Place], action: int, part: Part) -> Around:
+        """Actions around one, which are first or last of their kind, and when it is."""
+        if row is not self._row:
+            self._row, self._near = row, list(self._of(row))
+        return self._near[action]
+
+    def _of(self, row: Sequence[Place]) -> Iterator[Around]:
+        reach, start, kept, turns = self.REACH, settled(row), _not_freeing(row), turns_of(row)
+        names = [*[None] * reach, *(place[:2] for place in row), *[None] * reach]
+        ends = [None, *(turn[:2] for turn in turns), None]
+        for at, turn in enumerate(turns):
+            when = max(-reach, min(reach, at - start)), at in kept
+            yield (*names[at : at + 2 * reach + 1], *ends[at : at + 3], turn, *when)
+
+
+def seen_near(row: Sequence[Place]) -> set[Around]:
+    """What actions of an interleaved row depend on, apart from layers."""
+    near = NearInRow()
+    return {near(row, action, Part.GAP) for action in range(len(row))}
+
+
+def settled(row: Sequence[Place]) -> int:
+    """Actions after which those before the first backward have no effect any more.
+
+    Megatron's schedule keeps what it received last before that until the end of the step: the
+    input of the next forward, and the gradient that its backward makes.
+    """
+    warm_up = next((i for i, place in enumerate(row) if place.op != "F"), len(row))
+    of = next((place for place in row[warm_up:] if place.op == "F"), None)
+    if of is None:
+        return warm_up
+    return 1 + next(i for i, x in enumerate(row) if x.op in "BI" and x[1:] == of[1:])
+
+
+def _not_freeing(row: Sequence[Place]) -> tuple[int, int]:
+    """The backward of the last forward before the first backward, and what its chunk runs next."""
+    warm_up = next((i for i, place in enumerate(row) if place.op != "F"), len(row))
+    of = row[warm_up - 1]
+    done = next(i for i, x in enumerate(row) if x.op in "BI" and x[1:] == of[1:])
+    after = (i for i in range(done + 1, len(row)) if row[i].chunk == of.chunk)
+    return done, next(after, len(row))
+
+
 def place_in_row(row: Sequence[Place], action: int, part: Part) -> Around:
     """Surroundings in any other schedule: the whole row."""
     return (action,)
@@ -128,6 +201,7 @@ class Template:
             without any waits.
         sent: mean communications and waits.
         seen: number of repetitions.
+        messages: indices of deltas that free a message.
     """
 
     deltas: tuple[int, ...]
@@ -139,6 +213,22 @@ class Template:
     seconds: float = 0.0
     sent: Sent | None = None
     seen: int = 1
+    messages: tuple[int, ...] = ()
+
+
+def freed_in(recording: Recording) -> dict[int, Around]:
+    """For each action of a recording, bytes of the messages that its layers free."""
+    freed: dict[int, Around] = {}
+    for one in recording.blocks:
+        if one.messages:
+            sizes = tuple(one.deltas[at] for at in one.messages)
+            freed[one.action] = freed.get(one.action, ()) + sizes
+    return freed
+
+
+def nothing_near(row: Sequence[Place], action: int, part: Part) -> Around:
+    """Surroundings of parts of layers that do not depend on any."""
+    return ()
 
 
 class Templates:
@@ -148,10 +238,18 @@ class Templates:
         found: the templates.
         surroundings: part of the keys of blocks that are not of layers.
         reach: neighbours of a layer on either side that matter.
+        freed: part of the keys of blocks of layers.
     """
 
-    def __init__(self, found: dict[Key, Template], surroundings: Surroundings, reach: int) -> None:
+    def __init__(
+        self,
+        found: dict[Key, Template],
+        surroundings: Surroundings,
+        reach: int,
+        freed: Surroundings = nothing_near,
+    ) -> None:
         self.found, self.surroundings, self.reach = found, surroundings, reach
+        self.freed = freed
 
     @classmethod
     def of(
@@ -161,6 +259,7 @@ class Templates:
         surroundings: Surroundings,
         reach: int,
         without: Sequence[Part] = (),
+        freed: Surroundings = nothing_near,
     ) -> Templates:
         """Take the templates from a recording.
 
@@ -170,6 +269,7 @@ class Templates:
             surroundings: what else blocks depend on.
             reach: neighbours of a layer that matter.
             without: parts that are left out.
+            freed: what else blocks of layers depend on.
 
         Raises:
             NotSpliceable: blocks are not those of the words, or repetitions differ.
@@ -181,7 +281,7 @@ class Templates:
             index = next((i for i, (a, b) in pairs if a != b), min(len(there), len(expected)))
             ran, wanted = (_block(found[index : index + 1]) for found in (there, expected))
             raise NotSpliceable(f"the step runs {ran} where its layers have {wanted}")
-        found, groups = cls({}, surroundings, reach), dict[Key, list[Block]]()
+        found, groups = cls({}, surroundings, reach, freed), dict[Key, list[Block]]()
         for one, (_, key) in zip(recording.blocks, found.keys(recording.row, words), strict=True):
             if key.part not in without:
                 groups.setdefault(key, []).append(one)
@@ -199,7 +299,8 @@ class Templates:
                 continue
             op, chunk, _ = row[action]
             if part in PER_LAYER:
-                yield action, Key(part, op, chunk, turns[action], near[chunk][layer])
+                freed = self.freed(row, action, part)
+                yield action, Key(part, op, chunk, turns[action], near[chunk][layer], freed)
             else:
                 around = self.surroundings(row, action, part)
                 yield action, Key(part, op, chunk, turns[action], around=around)
@@ -234,7 +335,7 @@ class Templates:
                 found[key] = affine
             else:
                 found[key] = _repeated(key, one, others, affine)
-        return Templates(found, self.surroundings, self.reach)
+        return Templates(found, self.surroundings, self.reach, self.freed)
 
     def replace_steps(self, blocks: Iterable[Block]) -> None:
         """Set what parts of the step do to the bytes alive."""
@@ -337,6 +438,7 @@ def _affine(key: Key, one: Template, others: Others) -> Template:
         round(line("recomputed")),
         seconds,
         sent,
+        messages=one.messages,
     )
 
 
@@ -397,9 +499,39 @@ def _repeated(key: Key, one: Template, others: Others, affine: Template) -> Temp
         if at < len(one.deltas):
             deltas.append(one.deltas[at] + changes[at])
             kinds.append(one.kinds[at])
+    if one.messages and len(deltas) != len(one.deltas):
+        raise NotSpliceable(f"{key}: frees a message and grows with the layers")
+    return _with_deltas(affine, deltas, kinds)
+
+
+def _with_deltas(one: Template, deltas: Sequence[int], kinds: Sequence[str]) -> Template:
     return replace(
-        affine, deltas=tuple(deltas), kinds=tuple(kinds), net=sum(deltas), top=top_of(deltas)
+        one, deltas=tuple(deltas), kinds=tuple(kinds), net=sum(deltas), top=top_of(deltas)
     )
+
+
+def freeing(one: Template, messages: Around, example: Template | None) -> Template:
+    """A block of layers that frees these messages instead of those that it frees.
+
+    Args:
+        one: the block.
+        messages: changes of the bytes alive by the messages; none if another block of the action
+            frees them.
+        example: a block of the same layer in another action, which frees some.
+
+    Raises:
+        NotSpliceable: it frees messages at several places, or where it would is not known.
+    """
+    if not one.messages and (not messages or example is None):
+        return one
+    at = one.messages or (example.messages if example is not None else ())
+    start, end = at[0], at[0] + len(one.messages)
+    known = one.messages or (example is not None and one.deltas[:start] == example.deltas[:start])
+    if not known or at != tuple(range(start, start + len(at))):
+        raise NotSpliceable("where layers free these messages was not recorded")
+    kinds = [*one.kinds[:start], *[ACTIVATIONS] * len(messages), *one.kinds[end:]]
+    found = _with_deltas(one, [*one.deltas[:start], *messages, *one.deltas[end:]], kinds)
+    return replace(found, messages=tuple(range(start, start + len(messages))))
 
 
 def _template(key: Key, blocks: Sequence[Block]) -> Template:
@@ -426,6 +558,7 @@ def _template(key: Key, blocks: Sequence[Block]) -> Template:
         sum(own_seconds(one) for one in blocks) / len(blocks),
         sent,
         len(blocks),
+        tuple(first.messages),
     )
 
 

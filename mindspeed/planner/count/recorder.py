@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mindspeed.features.registry import planned_as
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import HOST
@@ -24,6 +26,7 @@ from mindspeed.planner.count.marks import Marks
 from mindspeed.planner.count.recording import (
     BUILT,
     EXPERT_PRODUCTS,
+    PER_LAYER,
     Block,
     Message,
     Part,
@@ -57,6 +60,7 @@ class Recorder(StepCounter):
         self.starts: list[float] = []
         self._before = 0, 0, 0
         self._routed = 0.0
+        self._passed: set[int] = set()  # keys of storages that were sent or received
 
     def enter(self, action: int, part: Part, layer: int) -> None:
         """Begin a block; a block that goes on is not divided."""
@@ -91,7 +95,15 @@ class Recorder(StepCounter):
     def _freed(self, key: int) -> None:
         nbytes, kind = self._storages[key]
         super()._freed(key)
+        if key in self._passed:
+            self._passed.remove(key)
+            if nbytes and self.blocks and self.blocks[-1].part in PER_LAYER:
+                self.blocks[-1].messages.append(len(self.blocks[-1].deltas))
         self._note(kind, -nbytes)
+
+    def passed(self, tensors: list[torch.Tensor]) -> None:
+        """Remember which storages are messages."""
+        self._passed.update(one.untyped_storage()._cdata for one in tensors)
 
     def _note(self, kind: str, delta: int) -> None:
         if self.blocks and delta and kind != HOST:
@@ -147,11 +159,11 @@ def record_args(
     ):
         step = StepOfRank(own, recorder)
         if bare:
-            make_bare(step.model)
+            make_bare(step.model, recorder)
         claim(recorder, step.model)
         if first_may_be_short(own):
             step.run_shortest()
-        elif bare and own.virtual_pipeline_model_parallel_size and not has_plan:
+        elif own.virtual_pipeline_model_parallel_size and not has_plan:
             group = own.microbatch_group_size_per_vp_stage or 0
             step.run_shortest(max(group, own.pipeline_model_parallel_size))
         else:

@@ -150,6 +150,7 @@ class Block:
         recomputed: FLOPs of recomputation.
         seconds: duration by the clock; 0 without one.
         sent: communications and waits.
+        messages: indices of deltas by which layers free what was sent or received.
     """
 
     action: int
@@ -161,6 +162,7 @@ class Block:
     recomputed: int = 0
     seconds: float = 0.0
     sent: Sent = field(default_factory=dict)
+    messages: list[int] = field(default_factory=list)
 
     @property
     def net(self) -> int:
@@ -244,6 +246,7 @@ def json_of(recording: Recording) -> dict[str, Any]:
             [numbers[kind] for kind in one.kinds],
             *(one.flops, one.recomputed, one.seconds),
             [[*name, *sums] for name, sums in one.sent.items()],
+            one.messages,
         ]
         for one in recording.blocks
     ]
@@ -258,11 +261,11 @@ def recording_of(values: Mapping[str, Any]) -> Recording:
     """A recording from its JSON."""
     kinds = values["kinds"]
     blocks = []
-    for action, part, layer, deltas, of, flops, recomputed, seconds, rows in values["blocks"]:
+    for action, part, layer, deltas, of, flops, again, seconds, rows, messages in values["blocks"]:
         sent = {Message(*row[:3]): Traffic(*row[3:]) for row in rows}
         names = [kinds[number] for number in of]
         blocks.append(
-            Block(action, Part(part), layer, deltas, names, flops, recomputed, seconds, sent)
+            Block(action, Part(part), layer, deltas, names, flops, again, seconds, sent, messages)
         )
     return Recording(
         tuple(Place(*place) for place in values["row"]),
