@@ -30,7 +30,6 @@ from mindspeed.planner.count.recording import (
     add,
     top_of,
 )
-from mindspeed.planner.count.step_counter import ACTIVATIONS
 
 Around = tuple[Any, ...]
 """Op and chunk of actions around one, its index in the row, or bytes of messages."""
@@ -217,12 +216,12 @@ class Template:
 
 
 def freed_in(recording: Recording) -> dict[int, Around]:
-    """For each action of a recording, bytes of the messages that its layers free."""
+    """For each action of a recording, bytes and kinds of the messages that its layers free."""
     freed: dict[int, Around] = {}
     for one in recording.blocks:
         if one.messages:
-            sizes = tuple(one.deltas[at] for at in one.messages)
-            freed[one.action] = freed.get(one.action, ()) + sizes
+            own = tuple((one.deltas[at], one.kinds[at]) for at in one.messages)
+            freed[one.action] = freed.get(one.action, ()) + own
     return freed
 
 
@@ -515,8 +514,7 @@ def freeing(one: Template, messages: Around, example: Template | None) -> Templa
 
     Args:
         one: the block.
-        messages: changes of the bytes alive by the messages; none if another block of the action
-            frees them.
+        messages: changes of the bytes alive by the messages, and their kinds.
         example: a block of the same layer in another action, which frees some.
 
     Raises:
@@ -529,8 +527,9 @@ def freeing(one: Template, messages: Around, example: Template | None) -> Templa
     known = one.messages or (example is not None and one.deltas[:start] == example.deltas[:start])
     if not known or at != tuple(range(start, start + len(at))):
         raise NotSpliceable("where layers free these messages was not recorded")
-    kinds = [*one.kinds[:start], *[ACTIVATIONS] * len(messages), *one.kinds[end:]]
-    found = _with_deltas(one, [*one.deltas[:start], *messages, *one.deltas[end:]], kinds)
+    deltas = [*one.deltas[:start], *(delta for delta, _ in messages), *one.deltas[end:]]
+    kinds = [*one.kinds[:start], *(kind for _, kind in messages), *one.kinds[end:]]
+    found = _with_deltas(one, deltas, kinds)
     return replace(found, messages=tuple(range(start, start + len(messages))))
 
 
