@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.lazy import Lazy
 
+holding = Lazy("mindspeed.planner.compose.held")
 recording = Lazy("mindspeed.planner.count.recording")
 splicing = Lazy("mindspeed.planner.compose.splice")
 templates = Lazy("mindspeed.planner.compose.templates")
@@ -259,3 +260,74 @@ def test_few_ranks_cover_the_rows_of_many():
         assert ranks <= 5 and count <= 8
         assert covering._seen(row) <= covering._seen(rows_of(ranks, count)[small])
         assert (small == 0, small == ranks - 1) == (rank == 0, rank == 15)
+
+
+def template(deltas: tuple, messages: tuple = ()):
+    kinds = ("activations",) * len(deltas)
+    one = templates.Template(deltas, kinds, sum(deltas), 0, 0, 0, messages=messages)
+    return replace(one, top=recording.top_of(deltas))
+
+
+def test_layers_free_the_messages_of_their_row():
+    one, both = template((9, -5, -7, 2), (1,)), ((-5, "activations"), (-6, "temporary"))
+    found = templates.freeing(one, both, None)
+    assert (found.deltas, found.messages) == ((9, -5, -6, -7, 2), (1, 2))
+    assert (found.kinds[2], found.net, found.top) == ("temporary", -7, 9)
+    assert templates.freeing(one, (), None).deltas == (9, -7, 2)
+    other = template((9, -7, 2))  # frees none; where it would is known from another action
+    assert templates.freeing(other, both[:1], one).deltas == one.deltas
+    assert templates.freeing(other, both, None) == other  # another block of the action does
+
+
+@pytest.mark.parametrize("example", [(8, -5, 2), (9, 1, -5)])
+def test_messages_that_may_be_freed_anywhere_are_refused(example):
+    known = template(example, (example.index(-5),))
+    with pytest.raises(templates.NotSpliceable, match="was not recorded"):
+        templates.freeing(template((9, -7, 2)), ((-5, "activations"),), known)
+
+
+def bare_and_real(real: tuple):
+    """Recordings of an action and a gap, with a byte for what real layers hold."""
+    part, row = recording.Part, (recording.Place("F", 0, 0), recording.Place("B", 0, 0))
+
+    def of(deltas: tuple, kinds: tuple):
+        gap = recording.Block(0, part.GAP, 0, list(deltas), list(kinds), messages=[1])
+        return recording.Recording(row, (gap,), (1,), Counter(held=2), 0, 0, 0, Counter())
+
+    bare = of((-1, -4), ("held", "activations"))
+    return bare, of((*real, -4), ("activations",) * (len(real) + 1))
+
+
+def test_bytes_of_bare_layers_stand_for_what_real_ones_hold():
+    bare, real = bare_and_real((-8, -16))
+    held = holding.held_by(real, bare)
+    assert held == ((8, "activations"), (16, "activations"))
+    found = holding.revealed(bare, held)
+    assert (found.blocks[0].deltas, found.blocks[0].messages) == ([-8, -16, -4], [2])
+    assert found.static == Counter(activations=48)
+
+
+def test_layers_that_keep_something_else_are_refused():
+    bare, real = bare_and_real((-8, -16))
+    real.blocks[0].deltas[-1] = -5
+    with pytest.raises(templates.NotSpliceable, match="gap after action 0"):
+        holding.held_by(real, bare)
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_few_interleaved_ranks_cover_the_rows_of_many(ranks):
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+    def row(ranks: int, count: int, rank: int):
+        request = ScheduleRequest("interleaved", group_size=ranks)
+        return recording.row_of(request, ranks, 2, count, rank)
+
+    seen = templates.seen_near
+    for rank in (ranks // 2, ranks - 1):
+        small = [
+            (few, at)
+            for few in range(4, 9)
+            for at in ([few - 1] if rank == ranks - 1 else range(1, few - 1))
+            if seen(row(ranks, 8 * ranks, rank)) <= seen(row(few, 4 * few, at))
+        ]
+        assert small

@@ -16,6 +16,7 @@ spliced = Lazy("mindspeed.planner.compose.job")
 check = Lazy("mindspeed.planner.count.check")
 clusters = Lazy("mindspeed.planner.cluster")
 composed = Lazy("mindspeed.planner.compose.compose")
+coverings = Lazy("mindspeed.planner.compose.covering")
 isolated = Lazy("mindspeed.planner.isolated")
 layouts = Lazy("mindspeed.planner.layout")
 shapes = Lazy("mindspeed.planner.shape")
@@ -30,6 +31,8 @@ MODEL = (
 )
 APART = "--untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer "
 FOUR = APART + "--num-layers 8 --pipeline-model-parallel-size 4 "
+EIGHT = APART + "--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 2 "
+V = "--num-layers 16 --pipeline-model-parallel-size 4 --pipeline-schedule zb-v"
 ONE = APART + "--num-layers 4 "
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
@@ -39,6 +42,18 @@ CASES = {
     "uneven stages": (32, 24, FOUR + "--num-layer-list 3,1,2,2"),
     "equal stages": (24, 24, APART + "--num-layers 24 --pipeline-model-parallel-size 6"),
     "interleaved": (32, 32, FOUR + "--num-virtual-stages-per-pipeline-rank 2"),
+    "interleaved experts": (
+        32,
+        48,
+        EIGHT + EXPERTS + "--num-layers 16 --moe-shared-expert-intermediate-size 512",
+    ),
+    "interleaved experts, computed again": (
+        32,
+        48,
+        EIGHT + EXPERTS + "--num-layers 32 --moe-layer-freq [0]*3+[1]*29 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "zb-v experts": (16, 24, APART + EXPERTS + V),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
     "context, core attention again, one copy of weights": (
@@ -59,7 +74,13 @@ CASES = {
     ),
 }
 """Name -> ranks, samples of a step, flags."""
-STAGES = {"uneven stages": (0, 3), "equal stages": (1, 4), "interleaved": (3,)}
+STAGES = {
+    "uneven stages": (0, 3),
+    "equal stages": (1, 4),
+    "interleaved": (3,),
+    "interleaved experts": (2, 7),
+    "interleaved experts, computed again": (1,),
+}
 """Pipeline ranks that are counted, where there are more than the first: backward of the first rank
 of zb-h1 is whole, which that of the stage is not from which layers are measured."""
 
@@ -142,10 +163,14 @@ def test_spliced_seconds_are_those_of_the_whole_job():
     assert [forward, backward] == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved")
+@pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved", "zb-v experts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_spliced_figures_are_those_of_the_whole_job(name):
+def test_spliced_figures_are_those_of_the_whole_job(name, monkeypatch):
+    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
+    from mindspeed.planner.compose import job as tracing
+
+    monkeypatch.setattr(tracing, "WAYS", [coverings.Layers.SHORT])  # never the whole row
     job, devices = job_of(name)
     stages = STAGES.get(name, (0,))
     traces, shape = traced(name, ranks=stages)

@@ -5,12 +5,11 @@
         cover.base, cover.longer        # one with these layers, and with a unit of them once more
 
 The small job has the tensor, context, expert and data parallel sizes of the large one, its
-precision and its flags. It has fewer layers, with all neighbourhoods of the large one. In 1F1B it
-has fewer pipeline ranks and micro-batches, with all surroundings of an action that the large one
-has. Messages of other schedules live as long as their rows say: the small job has the same ranks,
-and as many micro-batches as repeat. Its layers are bare (:mod:`mindspeed.planner.count.bare`), and
-real ones are recorded in a pipeline of few ranks, one of 1F1B for the interleaved schedule, unless
-they keep something between actions themselves, as experts do.
+precision and its flags. It has fewer layers, with all neighbourhoods of the large one. In 1F1B and
+in the interleaved schedule it has fewer pipeline ranks and micro-batches, with all surroundings of
+an action that the large one has. Messages of other schedules live as long as their rows say: the
+small job has the same ranks, and as many micro-batches as repeat. But in 1F1B its layers are bare
+(:mod:`mindspeed.planner.count.bare`), and real ones are recorded in pipelines of few ranks.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class Cover:
 
 
 class Layers(Enum):
-    """Where the layers of a rank that does not run 1F1B are recorded."""
+    """Place where the layers of a rank that does not run 1F1B are recorded."""
 
     IN_ROW = "in its row"
     SHORT = "in short pipelines; the row with bare ones"
@@ -221,7 +220,9 @@ def covering(
 def _growth_of(cover: Cover, rank: int, shape: Shape) -> object:
     """Equal for ranks that grow alike with layers."""
     units = frozenset(one.unit for one in cover.longer)
-    return rank == 0, rank == shape.ranks - 1, cover.words, units
+    between = cover.source is not None and any(map(_keeps_graph, cover.whole))
+    own = rank if between else None  # what lies between its actions grows, too
+    return rank == 0, rank == shape.ranks - 1, cover.words, units, own
 
 
 def _samples(cover: Cover) -> int:
@@ -285,7 +286,8 @@ def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, layers: Layers)
     if layers is Layers.IN_ROW:
         real = _cover(layout, shape, size, whole, reach)
         return real(row, place_in_row, middle.around if middle else place_in_row, middle)
-    cover = _cover(layout, shape, size, whole, 0, bare=True)(row, small, large, middle)
+    near_layers = 0 if any(len(word) > 2 for word in whole) else 1  # two layers need no growth
+    cover = _cover(layout, shape, size, whole, near_layers, bare=True)(row, small, large, middle)
     alone: tuple[Cover, ...] = ()
     if layers is Layers.ALONE or (is_interleaved(shape) and not any(map(_keeps_graph, whole))):
         alone = _alone(layout, shape, rank, reach, row, whole)
@@ -311,7 +313,7 @@ def _between(around: Surroundings) -> Surroundings:
 def _alone(
     layout: Layout, shape: Shape, rank: int, reach: int, row: Row, whole: tuple[Word, ...]
 ) -> tuple[Cover, ...]:
-    """For each chunk a cover with its layers, as a stage of 1F1B."""
+    """Covers of the chunks of a rank, each as a stage of 1F1B."""
     count, found = len(shape.stages), []
     single = replace(shape, chunks=1, ranks=count, request=ScheduleRequest())
     for chunk, stage in enumerate(shape.placement.stages[rank]):

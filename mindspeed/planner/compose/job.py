@@ -35,6 +35,8 @@ from mindspeed.planner.shape import EXPERT, Shape, shape_of
 
 LARGEST_REACH = 2
 """Most neighbours of a layer on either side that may matter."""
+WAYS = [Layers.SHORT, Layers.IN_ROW]
+"""Where layers of ranks that do not run 1F1B are recorded: the next where one does not fit."""
 RUN_SECONDS = 300.0
 """Timeout of a recording."""
 
@@ -82,8 +84,8 @@ class Tracer:
                 for cover, own in zip(covers, built, strict=True)
             ]
 
-        ways = [Layers.SHORT, Layers.IN_ROW]
-        return _widening(traced, layout, shape, asked, ways[is_plain(layout, shape) :])
+        ways = [Layers.IN_ROW] if is_plain(layout, shape) else WAYS
+        return _widening(traced, layout, shape, asked, ways)
 
     def alike(self, layout: Layout, shape: Shape) -> list[RankTrace]:
         """Trace all ranks from recordings that the layouts of a job share, for a search.

@@ -216,7 +216,7 @@ class Template:
 
 
 def freed_in(recording: Recording) -> dict[int, Around]:
-    """For each action of a recording, bytes and kinds of the messages that its layers free."""
+    """Bytes and kinds of the messages that layers of the actions of a recording free."""
     freed: dict[int, Around] = {}
     for one in recording.blocks:
         if one.messages:

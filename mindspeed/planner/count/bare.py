@@ -65,12 +65,12 @@ def make_bare(model: TrainedModel, memory: LiveMemory) -> None:
 
 
 def _passing(layer: Any, chunk: Any, memory: LiveMemory) -> Callable[..., Any]:
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+    from mindspeed.adaptor.moe import moe_layers
 
     parameters = [one for one in layer.parameters() if one.requires_grad]
     reduced = chunk.ddp_config.overlap_grad_reduce
     inner = [one for one in layer.modules() if one is not layer]
-    experts = any(isinstance(one, BaseMoELayer) for one in inner)
+    experts = any(True for _ in moe_layers(layer))
     routed: list[Any] = []  # what the dispatcher has of the last micro-batch
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
