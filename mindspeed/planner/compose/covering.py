@@ -290,7 +290,7 @@ def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, layers: Layers)
     cover = _cover(layout, shape, size, whole, near_layers, bare=True)(row, small, large, middle)
     alone: tuple[Cover, ...] = ()
     if layers is Layers.ALONE or (is_interleaved(shape) and not any(map(_keeps_graph, whole))):
-        alone = _alone(layout, shape, rank, reach, row, whole)
+        alone = _alone(layout, shape, rank, reach, row, whole, layers is Layers.SHORT)
     if layers is Layers.ALONE:
         return replace(cover, chunks=alone)
     source = _source(layout, shape, reach, () if alone else row, whole, *ends)
@@ -311,7 +311,13 @@ def _between(around: Surroundings) -> Surroundings:
 
 
 def _alone(
-    layout: Layout, shape: Shape, rank: int, reach: int, row: Row, whole: tuple[Word, ...]
+    layout: Layout,
+    shape: Shape,
+    rank: int,
+    reach: int,
+    row: Row,
+    whole: tuple[Word, ...],
+    exact: bool,
 ) -> tuple[Cover, ...]:
     """Covers of the chunks of a rank, each as a stage of 1F1B."""
     count, found = len(shape.stages), []
@@ -319,8 +325,8 @@ def _alone(
     for chunk, stage in enumerate(shape.placement.stages[rank]):
         own = tuple(place._replace(chunk=0) for place in row if place.chunk == chunk)
         ends = stage == 0, stage == count - 1
-        layers = (whole[chunk],)
-        found.append(_source(replace(layout, vpp=1), single, reach, own, layers, *ends))
+        word = (whole[chunk],)
+        found.append(_source(replace(layout, vpp=1), single, reach, own, word, *ends, exact))
     return tuple(found)
 
 
@@ -332,12 +338,14 @@ def _source(
     whole: tuple[Word, ...],
     first: bool,
     last: bool,
+    exact: bool = True,
 ) -> Cover:
-    """The cover with layers that have all turns of a row."""
+    """The cover with layers that have all turns of a row; those of dense layers for an estimate."""
+    words = whole if exact else [()] * len(whole)
 
     def seen(row: Row) -> set[tuple[str, int, Turn]]:
         turns = zip(row, turns_of(row), strict=True)
-        return {(op, chunk, turn_of(op, turn, whole[chunk])) for (op, chunk, _), turn in turns}
+        return {(op, chunk, turn_of(op, turn, words[chunk])) for (op, chunk, _), turn in turns}
 
     size = _fewest(shape, seen(row), seen, first, last)
     if size is None:
