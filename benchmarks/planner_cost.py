@@ -42,6 +42,9 @@ COMMANDS = {
         "--micro-batch-size 1 --tensor-model-parallel-size 8 --sequence-parallel "
         "--pipeline-model-parallel-size 8"
     ),
+    "check deepseek-v3, 2,048 devices": (
+        "plan --check --cluster h100 --devices 2048 -- --config deepseek-v3"
+    ),
 }
 
 
