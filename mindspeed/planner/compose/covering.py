@@ -102,7 +102,8 @@ class Cover:
         reach: neighbours of a layer on either side that matter.
         middle: what the large row repeats more often than the small one.
         source: short pipeline with real layers, if the rank is recorded with bare ones.
-        chunks: pipelines of each chunk alone, of which layers are taken instead.
+        chunks: pipelines of each chunk alone, of which layers are taken instead; ``source`` then
+            only shows what there is between steps.
     """
 
     point: Point
@@ -139,9 +140,25 @@ class Cover:
         return lambda row, action, part: known.get(self.around_large(row, action, Part.GAP), ())
 
     @property
+    def bare_point(self) -> Point:
+        """The small rank with bare layers."""
+        return replace(self.point, bare=True)
+
+    @property
+    def means(self) -> list[float]:
+        """How often figures of the whole rank grow by each unit."""
+        return [sum(t.get(one.unit, 0) for t in self.times) / one.chunks for one in self.longer]
+
+    @property
     def points(self) -> list[Point]:
         """Ranks to record, without those of sources."""
         return [self.point, self.base, *(one.point for one in self.longer)]
+
+    def between_steps(self) -> Cover:
+        """The cover of which no step is recorded."""
+        longer = tuple(replace(x, point=replace(x.point, step=False)) for x in self.longer)
+        own, base = (replace(one, step=False) for one in (self.point, self.base))
+        return replace(self, point=own, base=base, longer=longer)
 
     def with_bare_growth(self) -> Cover:
         """The cover whose growth with layers is recorded with bare ones.
@@ -294,7 +311,7 @@ def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, layers: Layers)
     if layers is Layers.ALONE:
         return replace(cover, chunks=alone)
     source = _source(layout, shape, reach, () if alone else row, whole, *ends)
-    return replace(cover, source=source, chunks=alone)
+    return replace(cover, source=source.between_steps() if alone else source, chunks=alone)
 
 
 def _row_and_words(shape: Shape, rank: int) -> tuple[Row, tuple[Word, ...]]:

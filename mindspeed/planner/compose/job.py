@@ -238,9 +238,10 @@ def _widening(
 
 def _points(cover: Cover) -> list[Point]:
     """All ranks to record, those that show what bare layers leave out included."""
-    found = [point for one in (cover, *cover.chunks) for point in one.points]
+    real = [*cover.chunks, *([cover.source] if cover.source is not None else [])]
+    found = [point for one in (cover, *real) for point in one.points]
     if cover.source is not None:
-        found += [*cover.source.points, replace(cover.source.point, bare=True)]
+        found += [one.bare_point for one in real]
     return found
 
 

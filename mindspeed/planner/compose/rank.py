@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -94,34 +94,30 @@ def trace(
         NotSpliceable: blocks do not repeat.
     """
     if cover.source is not None:
-        recording_of = _as_real(cover.source.point, recording_of)
+        recording_of = _as_real(cover.chunks or (cover.source,), recording_of)
     first, base, *longer = map(recording_of, cover.points)
-    grown, growths = _grown(cover, recording_of)
+    grown = _grown(cover, recording_of)
     if built is not None and not shards_gradients:
         grown.replace_steps(built.blocks)
     grown.surroundings = cover.around_large
     grown.freed = cover.freed(first.row, freed_in(first))
-    static = _between_steps(cover, recording_of, growths)
+    static = _between_steps(cover, recording_of)
     if cover.source is not None:
-        real, of_real = _grown(cover.source, recording_of)
-        if cover.chunks:
-            real.found = {
-                key._replace(chunk=chunk): one
-                for chunk, alone in enumerate(cover.chunks)
-                for key, one in _grown(alone, recording_of)[0].found.items()
-            }
-        _take_layers(grown, real, cover)
-        static.update(_kept(_between_steps(cover.source, recording_of, of_real)))
-        static.subtract(_kept(recording_of(replace(cover.source.point, bare=True)).static))
+        alone = [_grown(one, recording_of).found for one in cover.chunks]
+        found = {k._replace(chunk=at): x for at, own in enumerate(alone) for k, x in own.items()}
+        layers = found or _grown(cover.source, recording_of).found
+        _take_layers(grown, layers, cover)
+        static.update(_kept(_between_steps(cover.source, recording_of)))
+        static.subtract(_kept(recording_of(cover.source.bare_point).static))
 
     def line(of: Callable[[Recording], float]) -> int:
-        return _line(of, (first, base, *longer), growths)
+        return _line(of, (first, base, *longer), cover.means)
 
     shared: Sent = {}
     add(shared, first.shared)
-    for one, growth in zip(longer, growths, strict=True):
-        add(shared, one.shared, growth.mean)
-        add(shared, base.shared, -growth.mean)
+    for one, mean in zip(longer, cover.means, strict=True):
+        add(shared, one.shared, mean)
+        add(shared, base.shared, -mean)
     if built is not None and not shards_gradients:
         static = _kept(static) + built.static
     elif built is not None and sum(static[kind] for kind in BUILT) != built.static.total():
@@ -135,8 +131,8 @@ def trace(
     )
 
 
-def _grown(cover: Cover, recording_of: Lookup) -> tuple[Templates, list[Growth]]:
-    """Templates of the rank for which a cover stands, and how they grow with layers."""
+def _grown(cover: Cover, recording_of: Lookup) -> Templates:
+    """Templates of the rank for which a cover stands, grown with its layers."""
     first, base, *longer = map(recording_of, cover.points)
     expected = (cover.words, cover.words, *(x.words for x in cover.longer))
     for one, words in zip((first, base, *longer), expected, strict=True):
@@ -164,29 +160,31 @@ def _grown(cover: Cover, recording_of: Lookup) -> tuple[Templates, list[Growth]]
         )
         for one, cover_of in zip(longer, cover.longer, strict=True)
     ]
-    return own.grown(growths), growths
+    return own.grown(growths)
 
 
-def _as_real(source: Point, recording_of: Lookup) -> Lookup:
+def _as_real(sources: Sequence[Cover], recording_of: Lookup) -> Lookup:
     """Recordings with what real layers hold in place of the bytes of bare ones.
 
     Args:
-        source: rank with real layers.
-        recording_of: recordings of it, of the rank with bare ones, and others.
+        sources: covers with real layers.
+        recording_of: recordings of them, also with bare ones, and of others.
 
     Raises:
-        NotSpliceable: real layers keep something else between actions.
+        NotSpliceable: real layers keep something else between actions, or differ.
     """
-    held = held_by(recording_of(source), recording_of(replace(source, bare=True)))
+    held = {held_by(recording_of(one.point), recording_of(one.bare_point)) for one in sources}
+    if len(held) > 1:
+        raise NotSpliceable("layers of different chunks keep different bytes between actions")
 
     def found(point: Point) -> Recording:
         one = recording_of(point)
-        return revealed(one, held) if point.bare else one
+        return revealed(one, *held) if point.bare else one
 
     return found
 
 
-def _take_layers(grown: Templates, real: Templates, cover: Cover) -> None:
+def _take_layers(grown: Templates, real: Mapping[Key, Template], cover: Cover) -> None:
     """Take the blocks of actions whose layers are bare from real ones.
 
     Real layers free the messages that bare ones free in the same action: if no real action with
@@ -197,7 +195,7 @@ def _take_layers(grown: Templates, real: Templates, cover: Cover) -> None:
     """
     other: dict[_Name, dict[Key, Template]] = {}
     layers: dict[_Name, dict[Around, dict[Key, Template]]] = {}
-    for key, one in real.found.items():
+    for key, one in real.items():
         if key.part in OF_LAYERS:
             name = _name(key.op, key.chunk, key.turn or Turn(), cover)
             blocks = other.setdefault(name, {})
@@ -207,9 +205,9 @@ def _take_layers(grown: Templates, real: Templates, cover: Cover) -> None:
             if blocks.setdefault(key, one).deltas != one.deltas:
                 raise NotSpliceable(f"{key}: depends on the action before")
     examples = {
-        key._replace(turn=None, around=()): one for key, one in real.found.items() if one.messages
+        key._replace(turn=None, around=()): one for key, one in real.items() if one.messages
     }
-    grown.reach = real.reach
+    grown.reach = max(one.reach for one in (cover.source, *cover.chunks) if one is not None)
     for action, (place, turn) in enumerate(zip(cover.row, turns_of(cover.row), strict=True)):
         name = _name(place.op, place.chunk, turn, cover)
         for key, one in other.get(name, {}).items():
@@ -237,20 +235,20 @@ def _kept(static: Counter[str]) -> Counter[str]:
     return Counter({kind: n for kind, n in static.items() if kind not in BUILT})
 
 
-def _between_steps(cover: Cover, recording_of: Lookup, growths: Sequence[Growth]) -> Counter[str]:
+def _between_steps(cover: Cover, recording_of: Lookup) -> Counter[str]:
     """Bytes between steps of the rank for which a cover stands, by kind."""
     found = list(map(recording_of, cover.points))
     kinds = dict.fromkeys(kind for one in found for kind in one.static)
-    return Counter({kind: _line(partial(_static, kind), found, growths) for kind in kinds})
+    return Counter({kind: _line(partial(_static, kind), found, cover.means) for kind in kinds})
 
 
 def _line(
-    of: Callable[[Recording], float], found: Sequence[Recording], growths: Sequence[Growth]
+    of: Callable[[Recording], float], found: Sequence[Recording], means: Sequence[float]
 ) -> int:
     """A figure that grows with the layers, from the recordings of a cover."""
     first, base, *longer = found
-    pairs = zip(longer, growths, strict=True)
-    return round(of(first) + sum((of(x) - of(base)) * growth.mean for x, growth in pairs))
+    pairs = zip(longer, means, strict=True)
+    return round(of(first) + sum((of(x) - of(base)) * mean for x, mean in pairs))
 
 
 def with_replicas(one: Recording, few: Recording, more: Recording, times: float) -> Recording:

@@ -134,7 +134,7 @@ def record_point(args: argparse.Namespace, point: Point, clock: VirtualClock | N
     """Record the rank of a point, whose job has final values ``args``; see :func:`record`."""
     if not point.forward:
         return between_steps(args, point.stage, clock)
-    return record_args(args, point.stage, clock, bare=point.bare)
+    return record_args(args, point.stage, clock, point.bare, point.step)
 
 
 def record_args(
@@ -142,8 +142,17 @@ def record_args(
     stage: int,
     clock: VirtualClock | None = None,
     bare: bool = False,
+    a_step: bool = True,
 ) -> Recording:
-    """Record a pipeline rank of a job with final values ``args``; see :func:`record`."""
+    """Record a pipeline rank of a job with final values ``args``; see :func:`record`.
+
+    Args:
+        args: final values.
+        stage: pipeline rank.
+        clock: of the step.
+        bare: whether its layers are bare.
+        a_step: whether a step is recorded after the one that makes all states.
+    """
     from mindspeed.planner.count.balanced_routing import planned_rank
     from mindspeed.planner.count.bare import make_bare
     from mindspeed.planner.count.counted_step import no_collections
@@ -174,9 +183,10 @@ def record_args(
         static.pop(HOST, None)
         recorder.restart()
         marks = Marks(recorder.enter, planned)
-        with _recording(recorder, clock), marks.watching(step.model):
-            step.run()
-        marks.check()
+        if a_step:
+            with _recording(recorder, clock), marks.watching(step.model):
+                step.run()
+            marks.check()
         blocks, recorder.blocks = tuple(recorder.blocks), []  # what is freed now is no event
         return Recording(
             planned,

@@ -194,6 +194,7 @@ class Point:
         stage: pipeline rank.
         forward: whether micro-batches run; else gradients are zeroed and the optimizer steps.
         bare: whether layers only pass hidden states on (:mod:`mindspeed.planner.count.bare`).
+        step: whether a step is recorded; else there are only the bytes after one.
     """
 
     overrides: Overrides
@@ -201,6 +202,7 @@ class Point:
     stage: int
     forward: bool = True
     bare: bool = False
+    step: bool = True
 
 
 @dataclass(frozen=True)
