@@ -157,7 +157,7 @@ def record_given(parser: argparse.ArgumentParser) -> None:
     def recording(args: Any = None, namespace: Any = None) -> Any:
         found.clear()
         namespace, rest = parse(args, namespace)
-        setattr(namespace, GIVEN, sorted(found))
+        setattr(namespace, GIVEN, sorted(found & vars(namespace).keys()))  # ignored ones set none
         return namespace, rest
 
     vars(parser).update(_get_values=noted, parse_known_args=recording)

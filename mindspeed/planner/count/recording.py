@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
-from mindspeed.planner.job import Overrides
+
+if TYPE_CHECKING:
+    from mindspeed.planner.job import Overrides  # which imports Megatron
 
 
 class Part(Enum):
