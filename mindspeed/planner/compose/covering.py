@@ -45,7 +45,7 @@ PREDICTION = "prediction"
 MOST_RANKS, MOST_BATCHES = 10, 24
 """Largest 1F1B pipeline that is tried to cover another."""
 INTERLEAVED_RANKS = 13
-"""Largest interleaved pipeline that is tried to cover another, in four groups of micro-batches."""
+"""Largest interleaved pipeline that is tried to cover another, in five groups of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -470,7 +470,7 @@ def _fewest(
     """
     most = min(shape.ranks, INTERLEAVED_RANKS if interleaved else MOST_RANKS)
     least = min(shape.ranks, 4 if interleaved else 2)
-    counts = range(3 * least, 4 * most + 1) if interleaved else range(1, MOST_BATCHES + 1)
+    counts = range(3 * least, 5 * most + 1) if interleaved else range(1, MOST_BATCHES + 1)
     for count in counts:
         for ranks, small in _candidates(range(least, most + 1), first, last):
             request = _request(shape, ranks)
