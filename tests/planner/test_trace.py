@@ -186,6 +186,20 @@ def test_spliced_figures_are_those_of_the_whole_job(name, monkeypatch):
 
 
 @pytest.mark.slow
+def test_messages_do_not_depend_on_the_time_that_bare_layers_take():
+    """With a clock, actions of bare layers take no time; the messages are where they are sent."""
+
+    def messages(cluster: Any) -> dict[Any, Any]:
+        ((found,), _) = traced("interleaved", cluster, [1])
+        sent = found.step.sent.items()
+        return {name: list(map(round, x[:3])) for name, x in sent if name.op and not name.shared}
+
+    found = messages(None)
+    assert any(name.group.startswith("PIPELINE") for name in found)
+    assert messages(clusters.load_cluster("h100")) == found
+
+
+@pytest.mark.slow
 def test_prices_of_a_search_are_those_of_traces_at_the_own_size():
     from dataclasses import replace
 

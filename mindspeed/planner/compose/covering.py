@@ -8,8 +8,8 @@ The small job has the tensor, context, expert and data parallel sizes of the lar
 precision and its flags. It has fewer layers, with all neighbourhoods of the large one. In 1F1B and
 in the interleaved schedule it has fewer pipeline ranks and micro-batches, with all surroundings of
 an action that the large one has. Messages of other schedules live as long as their rows say: the
-small job has the same ranks, and as many micro-batches as repeat. But in 1F1B its layers are bare
-(:mod:`mindspeed.planner.count.bare`), and real ones are recorded in pipelines of few ranks.
+small job has the same ranks, and as many micro-batches as repeat. Except in 1F1B its layers are
+bare (:mod:`mindspeed.planner.count.bare`), and real ones are recorded in pipelines of few ranks.
 """
 
 from __future__ import annotations

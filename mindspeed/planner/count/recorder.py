@@ -79,9 +79,8 @@ class Recorder(StepCounter):
             last, (flops, recomputed, sent) = self.blocks[-1], self._before
             last.flops += now[0] - flops
             last.recomputed += now[1] - recomputed
-            if self._clock is None:
-                add(last.sent, _traffic(self.communications[sent:]))
-            else:
+            add(last.sent, _traffic(self.communications[sent:]))
+            if self._clock is not None:
                 last.seconds = self._clock.now - self.starts[-1]
                 add_routed(last, self._clock.routed - self._routed)
         self._before = now
@@ -276,14 +275,10 @@ def add_routed(block: Block, seconds: float) -> None:
 
 
 def assign(clock: VirtualClock, blocks: Sequence[Block], starts: Sequence[float]) -> None:
-    """Assign communications and waits to the blocks in which they begin."""
+    """Assign waits to the blocks in which they begin."""
     for interval in clock.intervals:
         one = interval.communication
-        if one is None or len(one.ranks) < 2 or interval.kind not in ("communication", "wait"):
-            continue
-        block = blocks[max(0, bisect_right(starts, interval.start) - 1)]
-        if interval.kind == "wait":
+        if one is not None and len(one.ranks) > 1 and interval.kind == "wait":
+            block = blocks[max(0, bisect_right(starts, interval.start) - 1)]
             key = Message(one.description, len(one.ranks), "")
             add(block.sent, {key: Traffic(waited=interval.seconds)})
-        else:
-            add(block.sent, _traffic([one]))
