@@ -142,8 +142,8 @@ def _watched(layer: Any, tokens: int) -> Watched:
 def _without_copies(compute: Any) -> Any:
     """Copies in place belong to a collective: they bring its result where it was asked for."""
 
-    def chosen(func: Any, *call: Any) -> None:
-        if func._schema.name != "aten::copy_":
-            compute(func, *call)
+    def chosen(name: str, call: Any) -> None:
+        if call.func._schema.name != "aten::copy_":
+            compute(name, call)
 
     return chosen
