@@ -249,6 +249,6 @@ def test_the_adaptor_comes_before_megatron_whichever_module_is_first(ranks: Any)
     # In a server of its own: another test's module may have brought Megatron into the common one.
     alone = "tests.planner.planner_doors"
     (found,) = ranks(1, planner_doors.doors, backend=None, setup=alone)
-    modules = ("job", "scripts", "compose.job", "time.whole_ranks", "search.evaluator")
+    modules = ("job", "scripts", "compose.job", "search.evaluator")
     assert {f"mindspeed.planner.{name}" for name in modules} <= found.keys()
     assert all(found.values()), [name for name, before in found.items() if not before]
