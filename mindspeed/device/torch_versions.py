@@ -27,10 +27,12 @@ TESTED = "2.13.0"
 _HERE = Version(Version(torch.__version__).base_version)
 
 
-@functools.cache
+_version = functools.cache(Version)  # functions of every step ask
+
+
 def at_least(release: str) -> bool:
     """Whether this torch is ``release`` or newer; development builds count as their release."""
-    return Version(release) <= _HERE
+    return _version(release) <= _HERE
 
 
 def libuv_store_takes_a_socket() -> bool:
