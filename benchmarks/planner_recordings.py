@@ -28,7 +28,7 @@ from mindspeed.planner import isolated
 from mindspeed.planner.cluster.operations import Kernels, Operation
 from mindspeed.planner.cluster.rates import DeviceRates
 from mindspeed.planner.count.recorder import add_routed, assign, record_point
-from mindspeed.planner.count.recording import Point, Recording
+from mindspeed.planner.count.recording import Block, Point, Recording, Sent
 from mindspeed.planner.job import Job
 
 
@@ -137,13 +137,18 @@ def replay(run: RecordedRun, rates: DeviceRates) -> Recording:
     first = (0, *ends[:-1])
     starts = [times[at] for at in first]
     blocks = tuple(
-        replace(block, seconds=times[end] - start, sent={})
+        replace(block, seconds=times[end] - start, sent=_messages(block))
         for block, start, end in zip(run.recording.blocks, starts, ends, strict=True)
     )
     for block, begin, end in zip(blocks, first, ends, strict=True):
         add_routed(block, routed[end] - routed[begin])
     assign(clock, blocks, starts)
     return replace(run.recording, blocks=blocks)
+
+
+def _messages(block: Block) -> Sent:
+    """What a block sends, without the waits."""
+    return {message: traffic for message, traffic in block.sent.items() if message.op}
 
 
 class RecordedRuns:
