@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -130,20 +130,21 @@ class LiveMemory(Instrument):
         """
         self._latest = None
         works = [x for x in tree_leaves(result) if isinstance(x, torch.ScriptObject)]
-        if works and not _given(func, args, kwargs).get("async_op", True):
+        named = _given(func, args, kwargs) if works else {}
+        if not named.get("async_op", True):
             return  # on the stream of the program
         for one in works:
             self._latest = work = Work.unbox(one)
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if func.overloadpacket in _BETWEEN_TWO:
-                self.passed(given)
+                self.passed(given, ProcessGroup.unbox(named["process_group"]))
                 weakref.finalize(work, given.clear).atexit = False
                 continue
             self._sent[id(work)] = given
             weakref.finalize(work, self._sent.pop, id(work), None).atexit = False
 
-    def passed(self, tensors: list[torch.Tensor]) -> None:
-        """Tensors of a message between two ranks, when it begins."""
+    def passed(self, tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+        """Tensors of a message between two ranks of a group, when it begins."""
 
     def _made_on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -42,6 +42,12 @@ CASES = {
     "uneven stages": (32, 24, FOUR + "--num-layer-list 3,1,2,2"),
     "equal stages": (24, 24, APART + "--num-layers 24 --pipeline-model-parallel-size 6"),
     "interleaved": (32, 32, FOUR + "--num-virtual-stages-per-pipeline-rank 2"),
+    "interleaved, ring": (
+        32,
+        16,
+        FOUR + "--num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2 "
+        "--context-parallel-algo megatron_cp_algo --use-flash-attn --attention-dropout 0",
+    ),
     "interleaved experts": (
         32,
         48,

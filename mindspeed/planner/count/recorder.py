@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from mindspeed.features.registry import planned_as
 from mindspeed.instruments.clock import VirtualClock
@@ -100,9 +101,10 @@ class Recorder(StepCounter):
                 self.blocks[-1].messages.append(len(self.blocks[-1].deltas))
         self._note(kind, -nbytes)
 
-    def passed(self, tensors: list[torch.Tensor]) -> None:
-        """Remember which storages are messages."""
-        self._passed.update(one.untyped_storage()._cdata for one in tensors)
+    def passed(self, tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+        """Remember which storages are messages of the pipeline."""
+        if group.group_desc.startswith("PIPELINE"):
+            self._passed.update(one.untyped_storage()._cdata for one in tensors)
 
     def _note(self, kind: str, delta: int) -> None:
         if self.blocks and delta and kind != HOST:
