@@ -54,10 +54,15 @@ def import_ahead() -> None:
         import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
         import torch._dynamo  # noqa: F401 - FakeTensorMode reads its settings
+        import mindspeed.adaptor.watched_calls
         import mindspeed.optimizer.megatron
         import mindspeed.pipeline.schedule.megatron_work
         import mindspeed.planner.count.balanced_routing
+        import mindspeed.planner.count.counted_step
         import mindspeed.planner.count.loop
+        import mindspeed.te.fused_experts
+        import mindspeed.te.softmax_extensions
+        import mindspeed.training.initialize
         import mindspeed.training.model
         import mindspeed.training.pretrain
         import mindspeed.training.setup
