@@ -29,7 +29,7 @@ from mindspeed.cli.plan_output import (
     ranges,
 )
 from mindspeed.cli.plan_run import job_of, progress
-from mindspeed.processes import cores
+from mindspeed.processes import cores, imports_of_command
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
@@ -104,7 +104,12 @@ def _counted(
 ) -> Composed:
     """Composed from small runs, or counted whole."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.compose.compose import compose, count_whole
+
+    with imports_of_command():
+        from mindspeed.planner import isolated
+        from mindspeed.planner.compose.compose import compose, count_whole
+
+        isolated.import_ahead()
 
     cluster = None if own.cluster is None else load_cluster(own.cluster)
     if cluster is not None:

@@ -56,7 +56,7 @@ class Placement:
         """v, of the rank that has most."""
         return max(map(len, self.stages))
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """S."""
         return sum(map(len, self.stages))

@@ -115,32 +115,42 @@ def build_plan(
     Raises:
         ConfigError: the schedule does not exist for these sizes; names what would do.
     """
+    plan = unchecked_plan(request, ranks, chunks, num_microbatches, forward_only)
+    if forward_only:
+        check(plan, forward_only=True)
+    else:
+        check(plan, request.memory_limit, request.costs)
+    return plan
+
+
+def unchecked_plan(
+    request: ScheduleRequest,
+    ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    forward_only: bool = False,
+) -> Plan:
+    """:func:`build_plan` without the proof that it ends and fits into memory."""
     placement = request.placement(ranks, chunks)
     if request.pairs and not forward_only:
         _check_pairs(request)
     _check_sizes(request, placement, ranks, chunks, num_microbatches, forward_only)
     if forward_only:
         rows = orders.forward_only(placement, num_microbatches)
-        plan = Plan(placement, rows, num_microbatches, name="forward only")
-        check(plan, forward_only=True)
-        return plan
+        return Plan(placement, rows, num_microbatches, name="forward only")
     if request.plan is not None:
-        plan = replace(request.plan, sizes=relative_sizes(request.sizes))
-    elif request.order is not None:
+        return replace(request.plan, sizes=relative_sizes(request.sizes))
+    if request.order is not None:
         rows = request.order(placement, num_microbatches)
         plan = Plan(
             placement, rows, num_microbatches, relative_sizes(request.sizes), _name(request)
         )
-        plan = _recomputing(request, with_reductions(plan))
-    elif request.kind in _BUILDERS:
-        plan = _BUILDERS[request.kind](request, placement, num_microbatches)
-        plan = _recomputing(request, plan)
-    else:
+        return _recomputing(request, with_reductions(plan))
+    if request.kind not in _BUILDERS:
         raise ConfigError(
             f"--pipeline-schedule {request.kind} is none of {', '.join(KINDS)} and no file"
         )
-    check(plan, request.memory_limit, request.costs)
-    return plan
+    return _recomputing(request, _BUILDERS[request.kind](request, placement, num_microbatches))
 
 
 def _name(request: ScheduleRequest) -> str:
