@@ -42,10 +42,11 @@ CASES = {
     "uneven stages": (32, 24, FOUR + "--num-layer-list 3,1,2,2"),
     "equal stages": (24, 24, APART + "--num-layers 24 --pipeline-model-parallel-size 6"),
     "interleaved": (32, 32, FOUR + "--num-virtual-stages-per-pipeline-rank 2"),
-    "interleaved, ring": (
+    "three chunks, ring": (
         32,
-        16,
-        FOUR + "--num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2 "
+        48,
+        APART + "--num-layers 12 --pipeline-model-parallel-size 4 "
+        "--num-virtual-stages-per-pipeline-rank 3 --context-parallel-size 2 "
         "--context-parallel-algo megatron_cp_algo --use-flash-attn --attention-dropout 0",
     ),
     "interleaved experts": (
@@ -81,6 +82,7 @@ CASES = {
 }
 """Name -> ranks, samples of a step, flags."""
 STAGES = {
+    "three chunks, ring": (1,),
     "uneven stages": (0, 3),
     "equal stages": (1, 4),
     "interleaved": (3,),

@@ -292,8 +292,7 @@ def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, layers: Layers)
     row, whole = _row_and_words(shape, rank)
     ends = rank == 0, rank == shape.ranks - 1
     near, size = NearInRow(), None
-    # Plans of more chunks take longer to try than their row takes to record.
-    if layers is Layers.SHORT and is_interleaved(shape) and shape.chunks == 2:
+    if layers is Layers.SHORT and is_interleaved(shape):
         size = _fewest(shape, seen_near(row), seen_near, *ends, interleaved=True)
     middle, small, large = None, _between(near), _between(near)
     if size is None:
