@@ -58,7 +58,6 @@ def import_ahead() -> None:
         import mindspeed.optimizer.megatron
         import mindspeed.pipeline.schedule.megatron_work
         import mindspeed.planner.count.balanced_routing
-        import mindspeed.planner.count.counted_step
         import mindspeed.planner.count.loop
         import mindspeed.te.fused_experts
         import mindspeed.te.softmax_extensions
