@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from mindspeed.cli.main import main
 from tests.compare.layouts import SP2
+from tests.support import forked
 from tests.support.lazy import needs
+from tests.support.trainer_job import SETUP
 
 needs("megatron.core")
 
@@ -90,8 +90,7 @@ def test_recordings_of_two_jobs_in_one_directory_are_refused(runs, capsys):
 
 
 @pytest.mark.slow
-def test_the_demonstration_finds_its_fault():
-    words = [sys.executable, "-m", "mindspeed", "compare", "--demo"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the planted fault was found" in done.stdout
+def test_the_demonstration_finds_its_fault(ranks):
+    ((status, text),) = ranks(1, forked.demonstration, setup=SETUP, backend=None, timeout=240)
+    assert status == 0, text
+    assert "the planted fault was found" in text

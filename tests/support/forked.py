@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 
 def run(words: Sequence[str]) -> tuple[int, str]:
@@ -40,7 +43,7 @@ def _in_a_fork(job: Callable[[], int]) -> tuple[int, str]:
             with open(output, "w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
                 status = job()
         except SystemExit as end:
             if isinstance(end.code, str):
@@ -62,3 +65,37 @@ def _in_a_fork(job: Callable[[], int]) -> tuple[int, str]:
 def run_all(commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
     """:func:`run` for each command."""
     return [run(words) for words in commands]
+
+
+def demonstration() -> tuple[int, str]:
+    """``mindspeed compare --demo``, whose trainings are forks of this process."""
+    from mindspeed.cli import compare_demo
+    from mindspeed.training import launch
+    from tests.training.launch_ranks import Fork
+
+    def trained(
+        command: Sequence[str], env: Mapping[str, str], **_: Any
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, *_in_a_fork(lambda: _python(command, env)))
+
+    for name in ("RANK", "WORLD_SIZE"):  # the command is no rank of a job
+        del os.environ[name]
+    launch.subprocess = SimpleNamespace(Popen=Fork)
+    compare_demo.subprocess = SimpleNamespace(
+        run=trained, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT
+    )
+    return run(["compare", "--demo"])
+
+
+def _python(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """What an interpreter does with ``-c TEXT ...`` or ``-m mindspeed ...``."""
+    from mindspeed.cli.main import main
+
+    os.environ.update(env)
+    _, how, what, *words = command
+    if how == "-c":
+        sys.argv = [how, *words]
+        exec(what, {"__name__": "__main__"})
+        return 0
+    assert (how, what) == ("-m", "mindspeed")
+    return main(words)

@@ -18,7 +18,7 @@ from mindspeed.training import launch
 
 
 class Fork:
-    """What the launcher needs of ``subprocess.Popen``, for a Python script."""
+    """What the launcher needs of ``subprocess.Popen``, for a Python script or ``-c`` and a text."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.returncode: int | None = None
@@ -29,7 +29,11 @@ class Fork:
         try:
             os.environ.clear()
             os.environ.update(env)
-            runpy.run_path(command[-1], run_name="__main__")
+            if command[1] == "-c":
+                sys.argv = ["-c", *command[3:]]
+                exec(command[2], {"__name__": "__main__"})
+            else:
+                runpy.run_path(command[-1], run_name="__main__")
             status = 0
         except BaseException:
             traceback.print_exc()
