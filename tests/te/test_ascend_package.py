@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from mindspeed import te
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
 from tests.architecture.source import ROOT
+from tests.support import commands_job
 from tests.te import ascend_package
 
 
@@ -103,27 +105,35 @@ pretrain --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("npu_pool")
-def test_a_job_trains_with_it(tmp_path):
+def test_a_job_trains_with_it(npu_pool, tmp_path):
     """With a package that has this library's modules: losses are those of the substitute."""
     ascend_package.write(tmp_path, te.ASCEND, ascend_package.whole())
-    assert f"native: {te.ASCEND} 2.13.0" in " ".join(_run(tmp_path, "auto", "doctor").split())
-    losses = [
-        re.findall(r"lm loss: (\S+) .* grad norm: (\S+)", _run(tmp_path, engine, *JOB.split()))
-        for engine in ("native", "substitute")
-    ]
+    doctor, native = _run(tmp_path, ["doctor"], JOB.split())
+    assert f"native: {te.ASCEND} 2.13.0" in " ".join(doctor.split())
+    options = {"setup": "tests.npu_emulator.preload_trainer", "backend": None, "timeout": 240}
+    ((status, substitute, errors),) = npu_pool.run(1, commands_job.run, JOB.split(), **options)
+    assert status == 0, errors
+    losses = [re.findall(r"lm loss: (\S+) .* grad norm: (\S+)", x) for x in (native, substitute)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
 
 
-def _run(folder, engine: str, *arguments: str) -> str:
-    command = ["-m", "tests.npu_emulator", sys.executable, "-m", "mindspeed", *arguments]
+def _run(folder, *commands: list[str]) -> list[str]:
+    """What commands print on an emulated NPU, with the package: forks of one process."""
+    program = (
+        "import json, sys, mindspeed.megatron_adaptor; from tests.support.forked import run_all; "
+        "print(json.dumps(run_all(json.loads(sys.argv[1]))))"
+    )
+    words = ["-m", "tests.npu_emulator", sys.executable, "-c", program, json.dumps(commands)]
     path = os.pathsep.join([str(ROOT), str(folder)])
-    return subprocess.run(
-        [sys.executable, *command],
-        env=os.environ | {"PYTHONPATH": path, "MINDSPEED_TE": engine, "COLUMNS": "200"},
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
-    ).stdout
+    )
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert [status for status, _ in answers] == [0] * len(commands), answers
+    return [text for _, text in answers]
