@@ -14,7 +14,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _PACKAGES = {"ORPO": "trl.experimental.orpo", "CPO": "trl.experimental.cpo"}
-STEPS, PAIRS, LR = 10, 12, 1e-3  # a step is all pairs, however they are packed
+STEPS, PAIRS, LR = 5, 12, 1e-3  # a step is all pairs, however they are packed
 
 
 def write_model(folder: str, kind: str = "Llama", labels: int | None = None, **sizes: Any) -> None:
