@@ -43,7 +43,10 @@ def _in_a_fork(job: Callable[[], int]) -> tuple[int, str]:
             with open(output, "w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-                sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
+                sys.stdout, sys.stderr = (
+                    os.fdopen(1, "w", closefd=False),
+                    os.fdopen(2, "w", closefd=False),
+                )
                 status = job()
         except SystemExit as end:
             if isinstance(end.code, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -169,16 +170,16 @@ def reward_truth(rank_pool, files):
     rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=60)
     job.write_pairs(files / "margins.jsonl", job.with_margins(job.records()))
 
-    def run(data: str, **options: float) -> list[dict]:
-        call = job.trl, "Reward", str(files / "scored"), str(files / data)
-        return rank_pool.run(
-            1, job.trl_with, call[1:], options, setup=SETUP, backend=None, timeout=120
-        )[0]
+    files_of = {"plain": ("pairs.jsonl", {})}
+    files_of["margins"] = "margins.jsonl", {"center_rewards_coefficient": 0.05}
 
-    return {
-        "plain": run("pairs.jsonl"),
-        "margins": run("margins.jsonl", center_rewards_coefficient=0.05),
-    }
+    @functools.cache
+    def run(kind: str) -> list[dict]:
+        data, options = files_of[kind]
+        call = ("Reward", str(files / "scored"), str(files / data)), options
+        return rank_pool.run(1, job.trl_with, *call, setup=SETUP, backend=None, timeout=120)[0]
+
+    return run
 
 
 @pytest.mark.slow
@@ -200,7 +201,7 @@ def test_rewards_are_those_of_trl(train, reward_truth, kind, world, flags):
     data = {"plain": "pairs.jsonl", "margins": "margins.jsonl"}[kind]
     center = "--center-rewards-coefficient 0.05" * (kind == "margins")
     found = train(world, flags, center, command="reward", model="scored", data=data)
-    expected = reward_truth[kind]
+    expected = reward_truth(kind)
     assert len(found) == len(expected) == job.STEPS
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("loss", "margin", "mean_reward", "accuracy"):
@@ -229,17 +230,13 @@ LOSSES = {
 @pytest.fixture(scope="module")
 def loss_truth(rank_pool, files):
     job.write_pairs(files / "judged.jsonl", job.judged(job.records()))
-    found = {}
 
+    @functools.cache
     def run(name: str) -> list[dict]:
-        if name not in found:
-            _, kind, options = LOSSES[name]
-            data = "judged.jsonl" if name == "kto" else "pairs.jsonl"
-            call = (kind, str(files / "model"), str(files / data)), options
-            found[name] = rank_pool.run(
-                1, job.trl_with, *call, setup=SETUP, backend=None, timeout=120
-            )[0]
-        return found[name]
+        _, kind, options = LOSSES[name]
+        data = "judged.jsonl" if name == "kto" else "pairs.jsonl"
+        call = (kind, str(files / "model"), str(files / data)), options
+        return rank_pool.run(1, job.trl_with, *call, setup=SETUP, backend=None, timeout=120)[0]
 
     return run
 
