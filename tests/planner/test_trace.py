@@ -51,12 +51,12 @@ CASES = {
     ),
     "interleaved experts": (
         32,
-        48,
+        32,
         EIGHT + EXPERTS + "--num-layers 16 --moe-shared-expert-intermediate-size 512",
     ),
     "interleaved experts, computed again": (
         32,
-        48,
+        32,
         EIGHT + EXPERTS + "--num-layers 32 --moe-layer-freq [0]*3+[1]*29 "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
