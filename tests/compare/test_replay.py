@@ -12,7 +12,9 @@ from mindspeed.cli.main import main
 from mindspeed.compare.megatron_replay import write
 from mindspeed.errors import ConfigError
 from tests.compare.layouts import TP2
+from tests.support import forked
 from tests.support.lazy import needs
+from tests.support.trainer_job import SETUP
 
 needs("megatron.core")
 
@@ -26,11 +28,16 @@ def saved(runs, flags, module, fault=""):
     return runs.record(2 if TP2 in flags else 1, f"{flags} {more}", fault)
 
 
-def replayed(folder):
-    words = [sys.executable, str(folder / "replay.py")]
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def replayed(ranks):
+    """Status of a folder's ``replay.py`` and what it prints, in a fork of a rank."""
+
+    def run(folder):
+        script = str(folder / "replay.py")
+        (answers,) = ranks(1, forked.run_scripts, [script], setup=SETUP, backend=None)
+        return answers[script]
+
+    return run
 
 
 def test_the_difference_is_there_without_the_job(runs, tmp_path, capsys):
@@ -38,14 +45,17 @@ def test_the_difference_is_there_without_the_job(runs, tmp_path, capsys):
     assert main(["compare", str(a), str(b), "--replay", str(tmp_path / "mlp")]) == 1
     page = capsys.readouterr().out
     assert f"{MLP} of rank 0, without the job: python {tmp_path}/mlp/replay.py" in page
-    status, page = replayed(tmp_path / "mlp")
+    words = [sys.executable, str(tmp_path / "mlp" / "replay.py")]
+    env = {**os.environ, "MINDSPEED_DEVICE": "cpu"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
+    status, page = done.returncode, done.stdout + done.stderr
     assert status == 1 and "only B calls aten.gelu.default" in page, page
     assert "output 0: relative error 0.0" in page and "DIFFERS" in page
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "module"), [(TP2, LAYER), (TP2, ATTENTION)])
-def test_without_a_fault_there_is_none(runs, tmp_path, flags, module):
+def test_without_a_fault_there_is_none(runs, replayed, tmp_path, flags, module):
     a = saved(runs, flags, module)
     write(a, a, 0, module, tmp_path / "same", rank=1 if flags else 0)
     status, page = replayed(tmp_path / "same")
@@ -54,7 +64,7 @@ def test_without_a_fault_there_is_none(runs, tmp_path, flags, module):
 
 
 @pytest.mark.slow
-def test_a_module_that_needs_what_has_no_name_says_so(runs, tmp_path):
+def test_a_module_that_needs_what_has_no_name_says_so(runs, replayed, tmp_path):
     a, b = saved(runs, "", LAYER), saved(runs, "", LAYER, "residual scaled")
     write(a, b, 0, LAYER, tmp_path)
     status, page = replayed(tmp_path)

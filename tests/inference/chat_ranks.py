@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed.inference.sampling import SamplingOptions
+from tests.support import commands_job
 
 
 def talk(
@@ -37,3 +40,9 @@ def talk(
     given = iter(lines if control.is_source else ["other ranks read nothing"])
     Chat(generator, conversation, options, control, given, out).run()
     return out.getvalue(), conversation.messages, prompts
+
+
+def piped(words: Sequence[str], text: str) -> tuple[int, str, str]:
+    """:func:`tests.support.commands_job.run` of a command that reads a text."""
+    sys.stdin = io.StringIO(text)
+    return commands_job.run(words)

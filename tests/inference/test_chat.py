@@ -14,6 +14,7 @@ from tests.support.lazy import needs
 needs("megatron.core", "transformers")
 
 from tests.inference import chat_ranks, tiny_chat
+from tests.support import commands_job
 
 SETUP = "tests.support.warm"
 
@@ -92,12 +93,9 @@ def test_mistakes_are_answered_and_the_chat_goes_on(ranks, folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "length"), [(["--max-new-tokens=6"], 6), ([], tiny_chat.CONTEXT // 2)]
-)
-def test_the_command_reads_a_pipe(folder, flags, length):
+def test_the_command_reads_a_pipe(folder):
     env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    words = ["chat", f"--load=hf:{folder}", "--greedy", *flags]
+    words = ["chat", f"--load=hf:{folder}", "--greedy", "--max-new-tokens=6"]
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed", *words],
         env=env,
@@ -107,25 +105,30 @@ def test_the_command_reads_a_pipe(folder, flags, length):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"max_new_tokens={length}" in done.stdout
+    assert "max_new_tokens=6" in done.stdout
     assert ">>" not in done.stdout  # prompts are for people
 
 
 @pytest.mark.slow
-def test_the_command_answers_conversations(folder, tmp_path):
+def test_an_answer_takes_half_of_a_short_context(ranks, folder):
+    words = ["chat", f"--load=hf:{folder}", "--greedy"]
+    call = chat_ranks.piped, words, "hello\n/params\n"
+    ((status, text, errors),) = ranks(1, *call, setup=SETUP, backend=None)
+    assert status == 0, errors
+    assert f"max_new_tokens={tiny_chat.CONTEXT // 2}" in text
+
+
+@pytest.mark.slow
+def test_the_command_answers_conversations(ranks, folder, tmp_path):
     file = tmp_path / "chats.jsonl"
     talk = [{"role": "user", "content": "hello"}]
     file.write_text(f"{json.dumps(talk)}\n{json.dumps({'messages': talk, 'id': 1})}\n")
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
     words = ["generate", f"--load=hf:{folder}", f"--messages={file}", "--json", "--tp=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mindspeed", *words, "--greedy", "--max-new-tokens=6"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
+    words += ["--greedy", "--max-new-tokens=6"]
+    (status, text, errors), (other, *_) = ranks(
+        2, commands_job.run, words, setup=SETUP, backend=None, timeout=200
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = map(json.loads, done.stdout.splitlines())
+    assert (status, other) == (0, 0), errors[-3000:]
+    first, second = map(json.loads, text.splitlines())
     assert first == second and first["role"] == "assistant" and first["finish_reason"] == "length"
-    assert "1 records have a column 'id' that is not used" in done.stderr
+    assert "1 records have a column 'id' that is not used" in errors
