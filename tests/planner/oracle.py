@@ -40,22 +40,38 @@ class Answer(NamedTuple):
     wrong: list[str]
 
 
-def valid(seed: int) -> Job:
-    """The first job of a seed that the planner and the trainer accept; runs in an own process."""
+def count(name: str | int) -> tuple[Job, list[list[walked.Reading]]]:
+    """A listed job, or the first of a seed that the planner and the trainer accept.
+
+    Runs in an own process; also returns what the planner counts on its :func:`compared` ranks.
+    """
     from mindspeed.errors import MindSpeedError
     from tests.planner.real_and_fake import _args
 
-    for attempt in range(ATTEMPTS):
-        job = draw(seed, attempt)
-        os.environ["LOCAL_WORLD_SIZE"] = str(job.world)
+    drawn = not isinstance(name, str)
+    for job in (draw(name, n) for n in range(ATTEMPTS)) if drawn else [LISTED[name]]:
+        os.environ["LOCAL_WORLD_SIZE"] = str(job.ranks_per_node or job.world)
         try:
             _args(job.flags, job.world, "--dry-run")
-            walked.fake(job.flags, job.world, [0, job.world - 1])
+            return job, walked.fake(job.flags, job.world, compared(job), job.imbalance)
         except (MindSpeedError, SystemExit, AssertionError, ValueError) as error:
-            print(f"seed {seed}, attempt {attempt}: {error}", file=sys.stderr)
-            continue
-        return job
-    raise AssertionError(f"seed {seed} has no valid job")
+            if not drawn:
+                raise
+            print(f"seed {name}: {error}", file=sys.stderr)
+    raise AssertionError(f"seed {name} has no valid job")
+
+
+def stages_of(job: Job) -> int:
+    """Pipeline stages of a job."""
+    words = job.flags.split()
+    sizes = [int(words[i + 1]) for i, word in enumerate(words) if "--pipeline-model-p" in word]
+    return max(sizes, default=1)
+
+
+def compared(job: Job) -> list[int]:
+    """The first rank, and the first one of the last stage or the last of all."""
+    stages = stages_of(job)
+    return [0, job.world - job.world // stages if stages > 1 else job.world - 1]
 
 
 def ask(pool: Any, name: str | int, *, spliced: bool = True) -> Answer:
@@ -67,15 +83,9 @@ def ask(pool: Any, name: str | int, *, spliced: bool = True) -> Answer:
         spliced: compare spliced bytes, too.
     """
     options: dict[str, Any] = {"setup": SETUP, "backend": None, "timeout": 240}
-    job = LISTED[name] if isinstance(name, str) else pool(1, valid, name, **options)[0]
+    ((job, counted),) = pool(1, count, name, **options)
     options["env"] = {"LOCAL_WORLD_SIZE": str(job.ranks_per_node or job.world)}
-    words = job.flags.split()
-    stages = max(
-        [int(words[i + 1]) for i, x in enumerate(words) if "--pipeline-model-p" in x] or [1]
-    )
-    last = job.world - job.world // stages if stages > 1 else job.world - 1
-    ranks = [0, last]
-    (counted,) = pool(1, walked.fake, job.flags, job.world, ranks, job.imbalance, **options)
+    ranks, stages = compared(job), stages_of(job)
     real = pool(job.world, walked.real, job.flags, counted, ranks, job.imbalance, **options)
     differences = []
     for rank, one in zip(ranks, counted, strict=True):
