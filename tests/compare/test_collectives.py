@@ -96,6 +96,7 @@ def every_operation(folder):
     recorder.write(Path(folder), rank)
 
 
+@pytest.mark.slow
 def test_every_operation_is_right_in_every_dtype(rank_pool, tmp_path):
     rank_pool.run(3, every_operation, str(tmp_path))
     calls = collective_walk.read(tmp_path)[0]

@@ -40,6 +40,7 @@ def replayed(ranks):
     return run
 
 
+@pytest.mark.slow
 def test_the_difference_is_there_without_the_job(runs, tmp_path, capsys):
     a, b = saved(runs, "", MLP), saved(runs, "", MLP, "another activation")
     assert main(["compare", str(a), str(b), "--replay", str(tmp_path / "mlp")]) == 1

@@ -49,6 +49,7 @@ def test_dropout_from_other_random_states_is_said(runs, capsys):
     )
 
 
+@pytest.mark.slow
 def test_sampled_elements_are_those_of_the_whole_tensor_in_every_layout(runs, capsys):
     one = read(runs.full[0])
     flags = f"{SP2} --record-level sample"

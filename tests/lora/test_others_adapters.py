@@ -101,7 +101,7 @@ def test_others_adapters_are_written_as_they_were_read(case, tmp_path):
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "olora", "pissa_niter_8"])
 def test_factors_of_the_base_are_taken_out_and_given_back(init, rank_pool, ranks, tmp_path):
     """Trained on two ranks: begins as peft does, and is the same model in peft as plain LoRA."""

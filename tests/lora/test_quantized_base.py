@@ -107,6 +107,7 @@ def test_the_planner_knows_the_bytes_to_the_last_one(form, base, ranks):
     assert whole["parameters"] - planned["parameters"] == 4 * linear - stored[form]
 
 
+@pytest.mark.slow
 def test_training_goes_on_exactly_and_merges_into_the_dequantised_base(
     base, rank_pool, ranks, tmp_path
 ):

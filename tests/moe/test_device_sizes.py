@@ -374,7 +374,10 @@ AGAIN = {
 
 
 # Weekly: layouts that another row has with more beside.
-@pytest.mark.weekly_cases("pairs", "16 bits", "the distributed optimizer", "stages")
+@pytest.mark.weekly_cases(
+    *("pairs", "16 bits", "the distributed optimizer", "stages"),
+    "replicas of experts: one element",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_step_with_too_small_a_bound_is_computed_again(ranks, case, tmp_path):

@@ -165,7 +165,10 @@ BEST = {
     ),
     "products in fp8": (
         WIDE,
-        {"search": ("precision",), "fix": {"tp": 1, "mbs": 1}},
+        {
+            "search": ("precision",),
+            "fix": {"tp": 1, "mbs": 1, "precision": [None, "fp8-tensorwise", "fp8-blockwise"]},
+        },
         {"precision": "fp8-tensorwise"},
     ),
     "memory options": (

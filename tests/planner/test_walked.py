@@ -11,7 +11,7 @@ import pytest
 from tests.planner import oracle
 from tests.planner.oracle_jobs import AREAS, LISTED, SEEDS
 
-QUICK = ("latent attention: experts", 0)
+UNSPLICED = ("latent attention: experts", 0)
 """Asked without the splice."""
 DAILY = (
     *("1F1B: deep", "interleaved: four stages", "recomputed: stages", "paddings: eight replicas"),
@@ -24,7 +24,8 @@ def _case(name: str | int) -> object:
     return pytest.param(name, marks=marks, id=str(name))
 
 
-@pytest.mark.parametrize("name", QUICK, ids=str)
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("name", UNSPLICED, ids=str)
 def test_bytes_of_a_walk_are_those_of_fake_tensors(ranks, name):
     found = oracle.ask(ranks, name, spliced=False)
     assert not found.differences, found.job

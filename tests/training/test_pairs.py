@@ -54,7 +54,9 @@ DROPPING = {
 }
 
 
-@pytest.mark.weekly_cases("local spec", "interleaved", "nanopipe", "sequence parallel", "zb-v")
+@pytest.mark.weekly_cases(
+    *("one rank", "local spec", "interleaved", "nanopipe", "sequence parallel", "zb-v")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", DROPPING)
 def test_pairs_whose_experts_keep_less_train_to_the_same_bits(layout, one_rank):
