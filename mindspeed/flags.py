@@ -8,6 +8,8 @@
 ``--swap-attention`` and ``--swap-modules`` follow from it. Values are taken from the command line,
 else the environment variable, else a configuration file, else the default.
 
+:func:`read` makes the dataclass of final values.
+
 A value does not tell whether somebody gave it: the default can be typed, too. So the parser records
 the names that were given (:func:`record_given`), and the record travels in the namespace.
 """
@@ -21,13 +23,14 @@ import os
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mindspeed.errors import ConfigError
 from mindspeed.ranges import Number, Range, whole_number
 
 GIVEN = "given_flags"
 """Name in a namespace: names that its command line has set, a list, as checkpoints may hold it."""
+Options = TypeVar("Options")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,17 @@ def _declared(options: type) -> tuple[Flag, ...]:
         Flag(field.name, hints[field.name], field.default, **field.metadata)
         for field in dataclasses.fields(options)
     )
+
+
+def read(options: type[Options], args: argparse.Namespace) -> Options:
+    """The final values of the flags of ``options``.
+
+    Args:
+        args: one that lacks a flag (an older release has saved it) means the default.
+    """
+    values = vars(args)
+    known = {item.name for item in flags_of(options)} & values.keys()
+    return options(**{name: values[name] for name in known})
 
 
 def add_flags(

@@ -36,6 +36,9 @@ from mindspeed.adaptor.micro_batch import FullBatch, plan_batch, read_batch, sha
 from mindspeed.adaptor.versions.batch_functions import zigzag_chunks
 from mindspeed.attention.packed_batch import CuSeqlens, cu_seqlens_of_starts
 from mindspeed.errors import DataError
+from mindspeed.flags import read
+from mindspeed.job import Batch, Parallel
+from mindspeed.training.options import DataOptions
 
 
 @dataclass(frozen=True)
@@ -179,26 +182,27 @@ class MicroBatches(Iterator[MicroBatch]):
         sizes: Sequence[int] | None = None,
         more: Sequence[str] = (),
     ) -> None:
-        self._args = args
+        options = read(DataOptions, args)
         self._trained = trained
         self._loader = loader
-        self._options: dict[str, Any] = {
+        self._length = None if options.variable_seq_lengths else options.seq_length
+        self._reading: dict[str, Any] = {
             "pre_process": pre_process,
             "post_process": post_process,
-            "documents": _samples_and_padding if args.is_instruction_dataset else None,
+            "documents": _samples_and_padding if options.is_instruction_dataset else None,
             "more": more,
         }
         self.micro_batch_sizes = sizes
         self.post_process = post_process
-        self._sizes = itertools.cycle(sizes or (args.micro_batch_size,))
+        self._sizes = itertools.cycle(sizes or (Batch.of(args).micro,))
         self._tokenizer = tokenizer
         self._ahead: deque[_Ahead] = deque()
         self._announced = 0
         self._planner: ThreadPoolExecutor | None = None
-        if args.context_parallel_size > 1 and session.install().seams.documents.functions:
+        if Parallel.of(args).context > 1 and session.install().seams.documents.functions:
             self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan-ahead")
-        self._reset_mask = args.reset_attention_mask or args.pack_sequences
-        self._reset_positions = args.reset_position_ids or args.pack_sequences
+        self._reset_mask = options.reset_attention_mask or options.pack_sequences
+        self._reset_positions = options.reset_position_ids or options.pack_sequences
 
     def __next__(self) -> MicroBatch:
         batch = self._ahead.popleft() if self._ahead else self._read()
@@ -230,16 +234,15 @@ class MicroBatches(Iterator[MicroBatch]):
         return Preview(self, count)
 
     def _read(self) -> _Ahead:
-        seams, args = session.install().seams, self._args
-        samples = next(self._sizes)
-        shape = None if args.variable_seq_lengths else (samples, args.seq_length)
-        read = read_batch(seams, self._loader, self._tokenizer, shape=shape, **self._options)
-        if self._planner is None or read.cu_seqlens is None:
-            return _Ahead(read)
+        seams, samples = session.install().seams, next(self._sizes)
+        shape = None if self._length is None else (samples, self._length)
+        batch = read_batch(seams, self._loader, self._tokenizer, shape=shape, **self._reading)
+        if self._planner is None or batch.cu_seqlens is None:
+            return _Ahead(batch)
         planning = self._planner.submit(
-            plan_batch, read.cu_seqlens, read.samples, reset_mask=self._reset_mask
+            plan_batch, batch.cu_seqlens, batch.samples, reset_mask=self._reset_mask
         )
-        return _Ahead(read, planning)
+        return _Ahead(batch, planning)
 
     def on_this_rank(self, read: FullBatch) -> MicroBatch:
         """This rank's part of a micro-batch."""

@@ -58,6 +58,7 @@ from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
+from mindspeed.flags import read
 from mindspeed.job import Batch, Parallel, Schedule
 from mindspeed.training.batches import (
     CyclicSampler,
@@ -67,6 +68,7 @@ from mindspeed.training.batches import (
     SequentialSampler,
     SizedSampler,
 )
+from mindspeed.training.options import DataOptions
 from mindspeed.training.token_counts import TokenCounter, keys_of_a_query, sample_counts
 
 Reader = Iterator[MicroBatch]
@@ -88,24 +90,23 @@ def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
     A model of a family has as many entries as its ``config.json`` says, which may be more.
     """
     options = TokenizerOptions.from_args(args)
-    if args.tokenizer_type == "NullTokenizer" and args.mask_padded_vocab and args.vocab_size:
+    only_ids, masked = args.tokenizer_type == "NullTokenizer", args.mask_padded_vocab
+    vocab_size, padded = args.vocab_size, args.padded_vocab_size
+    if only_ids and masked and vocab_size:
         # The model's entries are all that there are: one of them ends a document.
-        options = replace(options, vocab_size=null_vocab_size(args.vocab_size))
+        options = replace(options, vocab_size=null_vocab_size(vocab_size))
     tokenizer = build_tokenizer(options)
-    if args.vocab_size is None:
-        args.vocab_size = tokenizer.vocab_size
-    entries = tokenizer.vocab_size
-    trained = args.mask_padded_vocab or args.load is not None
-    if trained and args.tokenizer_type != "NullTokenizer":
-        check_fits(tokenizer, args.vocab_size)
-    if args.mask_padded_vocab:
-        entries = args.vocab_size
-    if args.padded_vocab_size is None:
+    if vocab_size is None:
+        vocab_size = args.vocab_size = tokenizer.vocab_size
+    if not only_ids and (masked or args.load is not None):
+        check_fits(tokenizer, vocab_size)
+    entries = vocab_size if masked else tokenizer.vocab_size
+    if padded is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-entries // multiple) * multiple
-    elif args.padded_vocab_size < entries:
+    elif padded < entries:
         raise ConfigError(
-            f"--padded-vocab-size {args.padded_vocab_size} is less than the {entries} entries of "
+            f"--padded-vocab-size {padded} is less than the {entries} entries of "
             "the vocabulary: raise it or leave it out"
         )
     return tokenizer
@@ -120,38 +121,40 @@ def check_files(args: argparse.Namespace) -> None:
     if args.data_args_path and not args.data_path:
         args.data_path = tuple(check_path(args.data_args_path, "input").read_text().split())
     _parts_as_paths(args)
+    options = read(DataOptions, args)
     for name in ("data_path", *(f"{split}_data_path" for split in _SPLITS)):
-        blend = get_blend_from_list(getattr(args, name) and list(getattr(args, name)))
+        paths = getattr(options, name)
+        blend = get_blend_from_list(paths and list(paths))
         for prefix in blend[0] if blend else ():
-            parts = part_prefixes(prefix) if args.is_instruction_dataset else [prefix]
+            parts = part_prefixes(prefix) if options.is_instruction_dataset else [prefix]
             for file in (part + suffix for part in parts for suffix in (".idx", ".bin")):
                 if not Path(file).is_file():
                     raise DataError(
                         f"--{name.replace('_', '-')} {prefix}: there is no file {file}; "
-                        f"{_how_to_name(args)}"
+                        f"{_how_to_name(options)}"
                     )
                 check_path(file, "input")
 
 
 def _parts_as_paths(args: argparse.Namespace) -> None:
     """``--train-weighted-split-paths`` as ``--train-data-path`` with weights."""
-    for split, parts in zip(_SPLITS, _parts(args), strict=True):
+    for split, parts in zip(_SPLITS, _parts(read(DataOptions, args)), strict=True):
         if parts is not None:
             words = [word for part in parts for word in (str(part.weight), part.prefix)]
             setattr(args, f"{split}_data_path", tuple(words))
 
 
-def _parts(args: argparse.Namespace) -> list[list[WeightedSplit] | None]:
+def _parts(options: DataOptions) -> list[list[WeightedSplit] | None]:
     found: list[list[WeightedSplit] | None] = []
     for split in _SPLITS:
         flag = f"{split}_weighted_split_paths"
-        given = getattr(args, flag)
+        given = getattr(options, flag)
         found.append(given and weighted_splits(f"--{flag.replace('_', '-')}", given))
     return found
 
 
-def _how_to_name(args: argparse.Namespace) -> str:
-    if args.is_instruction_dataset:
+def _how_to_name(options: DataOptions) -> str:
+    if options.is_instruction_dataset:
         return (
             "give the --output-prefix of mindspeed preprocess --handler-name ..., or leave "
             "--is-instruction-dataset out for plain text"
@@ -171,83 +174,86 @@ def build_datasets(
     """
     # Megatron's training script does it at its start.
     ensure_helper(Path(inspect.getfile(GPTDataset)).parent)
-    if args.is_instruction_dataset:
-        dataset_config = _instruction_config(args, references)
+    options = read(DataOptions, args)
+    if options.is_instruction_dataset:
+        dataset_config = _instruction_config(args, options, references)
     else:
-        dataset_config = _gpt_config(args, tokenizer)
+        dataset_config = _gpt_config(args, options, tokenizer)
     counts = list(samples_by_split(args))
     if dataset_config.split_matrix:
         _leave_out_unused_splits(dataset_config, counts)
-        _check_splits(args, dataset_config)
-    reads = _reads_data(args, config)
-    what = (_kind(args), counts, lambda: reads, dataset_config)
-    parts = _parts(args)
+        _check_splits(options, dataset_config)
+    reads = _reads_data(options, config)
+    what = (_kind(options, args.objective), counts, lambda: reads, dataset_config)
+    parts = _parts(options)
     builder = (
         WeightedSplitBuilder(parts, *what) if any(parts) else BlendedMegatronDatasetBuilder(*what)
     )
     return DataSets(*builder.build())
 
 
-def _kind(args: argparse.Namespace) -> type:
-    if args.objective != "next_token":
+def _kind(options: DataOptions, objective: str) -> type:
+    if objective != "next_token":
         return PreferenceDataset
-    if args.is_instruction_dataset:
+    if options.is_instruction_dataset:
         return InstructionDataset
-    if not args.shuffle:
-        return InOrderMockDataset if args.mock_data else InOrderDataset
-    if args.mock_data:
+    if not options.shuffle:
+        return InOrderMockDataset if options.mock_data else InOrderDataset
+    if options.mock_data:
         return MockGPTDataset
-    return LastTokenDataset if args.keep_last_token else GPTDataset
+    return LastTokenDataset if options.keep_last_token else GPTDataset
 
 
-def _sources(args: argparse.Namespace) -> dict[str, Any]:
-    """Configuration shared by both kinds of data sets."""
-    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+def _shared_config(args: argparse.Namespace, options: DataOptions) -> dict[str, Any]:
+    """Configuration of both kinds of data sets."""
+    per_split = [options.train_data_path, options.valid_data_path, options.test_data_path]
     blends = [get_blend_from_list(list(paths)) if paths else None for paths in per_split]
     return {
         "random_seed": args.seed,
-        "sequence_length": args.seq_length,
-        "blend": get_blend_from_list(list(args.data_path)) if args.data_path else None,
+        "sequence_length": options.seq_length,
+        "vocab_size": args.padded_vocab_size,
+        "blend": get_blend_from_list(list(options.data_path)) if options.data_path else None,
         "blend_per_split": blends if any(blends) else None,
-        "split": None if any(blends) else args.split,
-        "num_dataset_builder_threads": args.num_dataset_builder_threads,
-        "path_to_cache": args.data_cache_path,
-        "mmap_bin_files": args.mmap_bin_files,
-        **surplus_option(args.mid_level_dataset_surplus),
+        "split": None if any(blends) else options.split,
+        "num_dataset_builder_threads": options.num_dataset_builder_threads,
+        "path_to_cache": options.data_cache_path,
+        "mmap_bin_files": options.mmap_bin_files,
+        **surplus_option(options.mid_level_dataset_surplus),
     }
 
 
-def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
+def _gpt_config(
+    args: argparse.Namespace, options: DataOptions, tokenizer: TextTokenizer
+) -> GPTDatasetConfig:
     return TextConfig(
-        **_sources(args),
-        vocab_size=args.padded_vocab_size,
+        **_shared_config(args, options),
         tokenizer=tokenizer,
         **known_options(
-            GPTDatasetConfig, allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens
+            GPTDatasetConfig, allow_ambiguous_pad_tokens=options.allow_ambiguous_pad_tokens
         ),
         reset_position_ids=False,  # documents are found in the batch (training.batches)
         reset_attention_mask=False,
-        eod_mask_loss=args.eod_mask_loss,
+        eod_mask_loss=options.eod_mask_loss,
         create_attention_mask=False,
-        add_extra_token_to_sequence=not args.keep_last_token,
+        add_extra_token_to_sequence=not options.keep_last_token,
     )
 
 
 def _instruction_config(
-    args: argparse.Namespace, references: Mapping[str, str] | None
+    args: argparse.Namespace, options: DataOptions, references: Mapping[str, str] | None
 ) -> InstructionConfig:
     samples_of_all_ranks = Batch.of(args).samples_of(micro_batches=1) // rows_of_a_sample(args)
     kind: Any = InstructionConfig
-    if args.objective != "next_token":
+    objective = args.objective
+    if objective != "next_token":
         kind = partial(PreferenceConfig, references=references)
     config: InstructionConfig = kind(
-        **_sources(args),
-        vocab_size=args.padded_vocab_size,
-        pack=args.pack_sequences,
-        group=samples_of_all_ranks if args.length_grouped else None,
-        shuffle=args.shuffle,
+        **_shared_config(args, options),
+        pack=options.pack_sequences,
+        group=samples_of_all_ranks if options.length_grouped else None,
+        shuffle=options.shuffle,
         # The reward of an answer is that of its last token.
-        keep_last_token=args.keep_last_token or args.objective == "reward",
+        keep_last_token=options.keep_last_token or objective == "reward",
     )
     return config
 
@@ -259,20 +265,20 @@ def _leave_out_unused_splits(config: BlendedMegatronDatasetConfig, counts: Seque
     ]
 
 
-def _check_splits(args: argparse.Namespace, config: BlendedMegatronDatasetConfig) -> None:
+def _check_splits(options: DataOptions, config: BlendedMegatronDatasetConfig) -> None:
     """Check that each used split has documents in every data set.
 
     Raises:
         DataError: names the data set, the split and --split.
     """
     for prefix in config.blend[0] if config.blend else ():
-        path = part_prefixes(prefix)[0] if args.is_instruction_dataset else prefix
-        documents = len(IndexedDataset(path, mmap=args.mmap_bin_files).document_indices) - 1
+        path = part_prefixes(prefix)[0] if options.is_instruction_dataset else prefix
+        documents = len(IndexedDataset(path, mmap=options.mmap_bin_files).document_indices) - 1
         for name, part in zip(("training", "validation", "test"), config.split_matrix, strict=True):
             if part and round(part[1] * documents) <= round(part[0] * documents):
                 raise DataError(
-                    f"{prefix} has {documents} documents: --split {args.split!r} leaves none for "
-                    f"{name}; give that part more, or set --eval-iters 0"
+                    f"{prefix} has {documents} documents: --split {options.split!r} leaves none "
+                    f"for {name}; give that part more, or set --eval-iters 0"
                 )
 
 
@@ -293,9 +299,10 @@ def rows_of_a_sample(args: argparse.Namespace) -> int:
 
 def has_test(args: argparse.Namespace) -> bool:
     """Whether the split leaves data for the final test."""
-    if args.train_data_path or not args.split:
-        return bool(args.test_data_path)
-    return parse_and_normalize_split(args.split)[2] > 0
+    options = read(DataOptions, args)
+    if options.train_data_path or not options.split:
+        return bool(options.test_data_path)
+    return parse_and_normalize_split(options.split)[2] > 0
 
 
 def micro_batches(
@@ -313,9 +320,9 @@ def micro_batches(
     micro-batches of a step, where they differ.
     """
     readers: list[Reader | None] = []
-    collate = None
-    if args.is_instruction_dataset:
-        multiple = length_multiple(args) if args.variable_seq_lengths else None
+    options, collate, objective = read(DataOptions, args), None, args.objective
+    if options.is_instruction_dataset:
+        multiple = length_multiple(args) if options.variable_seq_lengths else None
         collate = Collate(
             tokenizer.pad,
             args.seq_length,
@@ -328,10 +335,12 @@ def micro_batches(
         counts = post_process
         if args.mtp_num_layers and predicts_tokens(config, vp_stage):
             pre_process = post_process = True  # its layers need the embedding and the labels
-        if not (pre_process or post_process or _read_everywhere(args)):
+        if not (pre_process or post_process or _read_everywhere(options)):
             readers.append(None)
             continue
-        loader = _loader(args, dataset, consumed, collate, sizes) if _is_tensor_rank_0() else None
+        loader = None
+        if _is_tensor_rank_0():
+            loader = _loader(args, options, dataset, consumed, collate, sizes)
         counts = counts and parallel_state.get_context_parallel_rank() == 0
         trained = None
         if loader is not None and counter is not None and counts:
@@ -345,7 +354,7 @@ def micro_batches(
                 post_process=post_process,
                 trained=trained,
                 sizes=sizes,
-                more=() if args.objective == "next_token" else NUMBERS_OF_ANSWERS,
+                more=() if objective == "next_token" else NUMBERS_OF_ANSWERS,
             )
         )
     return readers
@@ -353,6 +362,7 @@ def micro_batches(
 
 def _loader(
     args: argparse.Namespace,
+    options: DataOptions,
     dataset: Any,
     consumed: int,
     collate: Collate | None,
@@ -370,11 +380,11 @@ def _loader(
     )
     sampler: SequentialSampler | CyclicSampler = (
         SequentialSampler(sampler_config)
-        if args.dataloader_type == "single"
-        else CyclicSampler(sampler_config, sharding=args.data_sharding)
+        if options.dataloader_type == "single"
+        else CyclicSampler(sampler_config, sharding=options.data_sharding)
     )
     here = device.current()
-    workers = args.num_workers
+    workers = options.num_workers
     if workers is None:  # forked readers only compete with the computation on a CPU
         workers = 0 if here.on_host else 2
     loader = torch.utils.data.DataLoader(
@@ -394,15 +404,15 @@ def _is_tensor_rank_0() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
+def _reads_data(options: DataOptions, config: TransformerConfig) -> bool:
     edge = pipeline_ends(session.install().seams, None)
-    here = any(edge) or _read_everywhere(args) or predicts_tokens(config, None)
+    here = any(edge) or _read_everywhere(options) or predicts_tokens(config, None)
     return here and _is_tensor_rank_0()
 
 
-def _read_everywhere(args: argparse.Namespace) -> bool:
+def _read_everywhere(options: DataOptions) -> bool:
     """Whether every stage needs document boundaries or the lengths of micro-batches."""
-    return args.variable_seq_lengths or bool(session.install().seams.documents.functions)
+    return options.variable_seq_lengths or bool(session.install().seams.documents.functions)
 
 
 _WORDS = ("tokens", "labels", "loss_mask", "position_ids")

@@ -27,10 +27,12 @@ from megatron.core import parallel_state
 from mindspeed import device, session
 from mindspeed.adaptor.versions.trainer import expert_metrics
 from mindspeed.built_model import TrainedModel
+from mindspeed.flags import read
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
 from mindspeed.profiling.model_flops import flops_of_tokens
 from mindspeed.te.parameter_marks import counted
 from mindspeed.training.forward_step import Reports, sum_reports
+from mindspeed.training.options import CheckpointOptions, LoggingOptions
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
 from mindspeed.training.token_counts import TokenCounter, TokenCounts, model_shape
@@ -52,6 +54,9 @@ class Log:
         self, args: argparse.Namespace, model: TrainedModel, iteration: int, counter: TokenCounter
     ) -> None:
         self._args = args
+        self._iterations_of_job, self._world = Schedule.of(args).iterations, Parallel.of(args).world
+        self._options, self._shape = read(LoggingOptions, args), model_shape(args)
+        self._scales_loss = Precision.of(args).name == "fp16"
         self._model = model
         self._counter = counter
         self._speaks = dist.get_rank() == dist.get_world_size() - 1
@@ -86,7 +91,7 @@ class Log:
         seams = session.install().seams  # after the auxiliary losses, whose message some lengthen
         extra = " | ".join(filter(None, seams.log.run_all(state.iteration)))
         figures = seams.figures.run_all(state.iteration)
-        params_norm = _params_norm(self._model) if self._args.log_params_norm else None
+        params_norm = _params_norm(self._model) if self._options.log_params_norm else None
         counts = self._counter.take(self._samples)
         self._tokens += counts.tokens
         elapsed = time.perf_counter() - self._interval_start
@@ -96,7 +101,7 @@ class Log:
             if params_norm is not None:
                 metrics["params_norm"] = params_norm
             reports |= auxiliary
-            line = _line(metrics, reports, Schedule.of(self._args).iterations)
+            line = _line(metrics, reports, self._iterations_of_job)
             metrics |= reports
             for one in figures:
                 metrics |= one
@@ -151,8 +156,8 @@ class Log:
     def _metrics(
         self, state: TrainState, elapsed: float, loss: float | None, counts: TokenCounts
     ) -> dict[str, Any]:
-        args, steps = self._args, max(1, self._iterations)
-        flops = flops_of_tokens(model_shape(args), counts.tokens, counts.pairs)
+        steps = max(1, self._iterations)
+        flops = flops_of_tokens(self._shape, counts.tokens, counts.pairs)
         metrics: dict[str, Any] = {
             "iteration": state.iteration,
             "consumed_samples": state.train_samples,
@@ -162,15 +167,15 @@ class Log:
             "lm_loss": loss,
             "grad_norm": self._grad_norm,
             "tokens_per_second": counts.tokens / elapsed,
-            "tflops_per_device": flops / elapsed / Parallel.of(args).world / 1e12,
+            "tflops_per_device": flops / elapsed / self._world / 1e12,
             "memory_gb": device.current().memory_stats().peak / GIGA,
             "skipped_iterations": self._skipped,
-            "eta_seconds": (Schedule.of(args).iterations - state.iteration) * elapsed / steps,
+            "eta_seconds": (self._iterations_of_job - state.iteration) * elapsed / steps,
         }
         if counts.positions > counts.tokens:
             metrics["padding_fraction"] = 1 - counts.tokens / counts.positions
             metrics["positions_per_second"] = counts.positions / elapsed
-        if Precision.of(args).name == "fp16":
+        if self._scales_loss:
             metrics["loss_scale"] = self._model.optimizer.get_loss_scale().item()
         return metrics
 
@@ -237,29 +242,33 @@ def _summary(
         f"in {timedelta(seconds=int(elapsed))}, {tokens / elapsed:,.0f} tokens/s overall"
         + (f", last loss {loss:.4f}" if loss is not None else "")
     ]
-    if args.save:
-        lines += [f"  {what:<11}mindspeed {command}" for what, command in _next_steps(args)]
+    files = read(CheckpointOptions, args)
+    if files.save:
+        lines += [
+            f"  {what:<11}mindspeed {command}"
+            for what, command in _next_steps(args, files.save, files.load)
+        ]
     return "\n".join(lines)
 
 
-def _next_steps(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _next_steps(args: argparse.Namespace, save: str, load: str | None) -> Iterator[tuple[str, str]]:
     """What a user does with a trained model, and the commands for it."""
-    adapters = bool(args.lora_target_modules)
-    model = f"--load {args.load} --lora-load {args.save}" if adapters else f"--load {args.save}"
+    adapters, objective = bool(args.lora_target_modules), args.objective
+    model = f"--load {load} --lora-load {save}" if adapters else f"--load {save}"
     if not args.is_instruction_dataset:
-        yield "continue", f"pretrain ... --save {args.save} --auto-resume"
+        yield "continue", f"pretrain ... --save {save} --auto-resume"
         yield "generate", f"generate {model}"
     else:
-        command = {"preference": "dpo", "reward": "reward"}.get(args.objective, "finetune")
-        yield "continue", f"{command} ... --save {args.save} --auto-resume"
-        if args.objective != "reward":
+        command = {"preference": "dpo", "reward": "reward"}.get(objective, "finetune")
+        yield "continue", f"{command} ... --save {save} --auto-resume"
+        if objective != "reward":
             yield "chat", f"chat {model}"
             yield "serve", f"serve {model}"
     if adapters:
-        yield "merge", f"merge-lora {model} --save {args.save}-merged --format hf"
+        yield "merge", f"merge-lora {model} --save {save}-merged --format hf"
     elif args.model_family:
-        yield "export", f"export --hf --load {args.save} --output {args.save}-hf"
-    yield "draw", f"plot {args.save}"
+        yield "export", f"export --hf --load {save} --output {save}-hf"
+    yield "draw", f"plot {save}"
 
 
 def _params_norm(model: TrainedModel) -> float:

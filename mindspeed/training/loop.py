@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,13 @@ from mindspeed import device, session
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
 from mindspeed.errors import ConfigError
+from mindspeed.flags import read
 from mindspeed.job import Batch, Schedule, TrainState
 from mindspeed.session.reached import describe
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, Reports, checked, sum_reports
 from mindspeed.training.log import Log, mean_reports
+from mindspeed.training.options import LoggingOptions, TrainingOptions
 from mindspeed.training.sinks import RESERVED
 from mindspeed.training.step import Trainer
 from mindspeed.training.token_counts import TokenCounter
@@ -127,12 +129,15 @@ def train(
     trainer = Trainer(args, model, checked(forward_step, args, RESERVED), before)
     log = Log(args, model, state.iteration, counter)
     batch, schedule = Batch.of(args), Schedule.of(args)
+    options, logging = read(TrainingOptions, args), read(LoggingOptions, args)
     gathering = _ParameterGathering(args, model)
     for chunk in model.chunks:
         chunk.train()
-    if args.manual_gc:
+    if options.manual_gc:
         gc.disable()
-    stopping = Stopping(on_signal=args.exit_signal_handler, minutes=args.exit_duration_in_mins)
+    stopping = Stopping(
+        on_signal=options.exit_signal_handler, minutes=options.exit_duration_in_mins
+    )
     seams = session.install().seams
     judged, reason = False, None
 
@@ -148,20 +153,20 @@ def train(
                 result = trainer.step(readers, state.iteration + 1)
             if not judged and not result.skipped:
                 judged = True
-                _judge_features(args, log)
+                _judge_features(log, logging.features_in_vain)
             gathering.after_step(result.skipped)
             samples = batch.samples_of(get_num_microbatches())
             state = state.after_step(samples)
             iteration = state.iteration
             log.add(result, samples)
-            if iteration % args.log_interval == 0 or iteration == schedule.iterations:
+            if iteration % logging.log_interval == 0 or iteration == schedule.iterations:
                 log.report(state)
             interval = schedule.evaluation_interval
             if "validation" in held_out and interval and iteration % interval == 0:
                 with log.not_counted(), gathering.paused():
                     state = evaluated("validation", state)
-            _collect_garbage(args, iteration)
-            reason = stopping.reason() or _exit_interval(args, iteration)
+            _collect_garbage(options, iteration)
+            reason = stopping.reason() or _exit_interval(options, iteration)
             if saver is not None:
                 saver.poll()
                 if args.save_interval and iteration % args.save_interval == 0:
@@ -253,7 +258,7 @@ class _Paused:
             self._gathering._start()
 
 
-def _judge_features(args: argparse.Namespace, log: Log) -> None:
+def _judge_features(log: Log, in_vain_means: Literal["warn", "refuse"]) -> None:
     """Report which features the first step has reached, and flags that did nothing.
 
     Raises:
@@ -264,7 +269,7 @@ def _judge_features(args: argparse.Namespace, log: Log) -> None:
     if reached:
         log.message(describe(reached))
     in_vain = features.in_vain(reached)
-    if in_vain and args.features_in_vain == "refuse":
+    if in_vain and in_vain_means == "refuse":
         raise ConfigError("\n".join((*in_vain, "leave it out, or --features-in-vain warn")))
     for text in in_vain:
         log.message(f"warning: {text}")
@@ -288,13 +293,13 @@ def _ramp_up_batch(
     update_num_microbatches(state.train_samples, consistency_check=True)
 
 
-def _collect_garbage(args: argparse.Namespace, iteration: int) -> None:
-    interval = args.manual_gc_interval
-    if args.manual_gc and interval and iteration % interval == 0:
+def _collect_garbage(options: TrainingOptions, iteration: int) -> None:
+    interval = options.manual_gc_interval
+    if options.manual_gc and interval and iteration % interval == 0:
         gc.collect()
 
 
-def _exit_interval(args: argparse.Namespace, iteration: int) -> str | None:
-    if args.exit_interval and iteration % args.exit_interval == 0:
-        return f"--exit-interval {args.exit_interval}"
+def _exit_interval(options: TrainingOptions, iteration: int) -> str | None:
+    if options.exit_interval and iteration % options.exit_interval == 0:
+        return f"--exit-interval {options.exit_interval}"
     return None

@@ -47,6 +47,7 @@ from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import HUGGINGFACE_TYPES, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
+from mindspeed.flags import read
 from mindspeed.models.hf_files import read_config
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.parsing import parse_object, read_json
@@ -54,6 +55,7 @@ from mindspeed.processes import cores
 from mindspeed.storage.directory import tracked
 from mindspeed.training.data import rows_of_a_sample
 from mindspeed.training.fail_together import LAUNCHER
+from mindspeed.training.options import DataOptions
 from mindspeed.training.resolve_parallel import model_parallel_size
 
 LONGEST = 4096
@@ -126,30 +128,31 @@ def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -
         ConfigError: a flag contradicts ``--data``, or is only for it.
         DataError: a file cannot be read, or has records of no known format.
     """
-    if not args.data:
+    options, conversations = read(DataOptions, args), args.is_instruction_dataset
+    if not options.data:
         if wrong := [name for name in _ONLY_WITH_DATA if name in given]:
             raise ConfigError(f"{_words(wrong)}: only with --data")
         return set()
     if wrong := [name for name in _OTHER_SOURCES if name in given]:
         raise ConfigError(f"give --data, or {_words(wrong)}")
     wrong = [name for name in _ONLY_CONVERSATIONS if name in given]
-    if wrong and not args.is_instruction_dataset:
+    if wrong and not conversations:
         raise ConfigError(f"{_words(wrong)}: only for conversations (mindspeed finetune)")
     console = Console(stderr=True, quiet="RANK" in os.environ and not _speaks())
     # Before the progress bar: a tokenizer that cannot be read is an error of its own.
     tokenizer = None if console.quiet else build_tokenizer(TokenizerOptions.from_args(args))
     flags = _Flags(args, given)
-    if args.is_instruction_dataset:
-        _assume_directory(args, flags)
-        flags.assume(pack_sequences=not (args.variable_seq_lengths or args.length_grouped))
-    train = _tokenized(args, args.data, "--data", console)
-    held_out = _tokenized(args, args.eval_data or (), "--eval-data", console)
+    if conversations:
+        _assume_directory(args, flags, options.data[-1])
+        flags.assume(pack_sequences=not (options.variable_seq_lengths or options.length_grouped))
+    train = _tokenized(args, options.data, "--data", console)
+    held_out = _tokenized(args, options.eval_data or (), "--eval-data", console)
     if held_out:
         args.train_data_path, args.valid_data_path = _blend(train), _blend(held_out)
     else:
         args.data_path = _blend(train)
         flags.assume(split="100,0,0")
-    if args.is_instruction_dataset:
+    if conversations:
         _follow_conversations(args, flags, train, held_out, ranks)
         if tokenizer is not None:
             files = InstructionFiles(train[0].prefix)
@@ -208,7 +211,7 @@ def tokenize_file(args: argparse.Namespace, path: Path, flag: str, console: Cons
         The prefix of its data set.
     """
     options = _options(args, path, flag)
-    folder = _cache(args) / digest_of(options)[:20]
+    folder = _cache(args.data_cache_path) / digest_of(options)[:20]
     prefix = folder / "tokens"
     options = dataclasses.replace(options, output_prefix=prefix, resume=True, overwrite=True)
     make_dirs(folder)
@@ -227,10 +230,10 @@ def tokenize_file(args: argparse.Namespace, path: Path, flag: str, console: Cons
     return str(prefix if args.is_instruction_dataset else options.output(options.keys[0]))
 
 
-def _cache(args: argparse.Namespace) -> Path:
-    """Directory in which tokens are kept."""
-    if args.data_cache_path:
-        return Path(args.data_cache_path)
+def _cache(given: str | None) -> Path:
+    """Directory in which tokens are kept, ``--data-cache-path`` if that is given."""
+    if given:
+        return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed"
 
 
@@ -244,43 +247,44 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptions:
     """How a file is tokenized; its format follows from its first record."""
-    tokenizer = TokenizerOptions.from_args(args)
+    tokenizer, objective = TokenizerOptions.from_args(args), args.objective
+    data = read(DataOptions, args)
     source = find_files([path], flag=flag)
-    handler, keys = args.handler_name, parse_object(args.map_keys, "--map-keys")
+    handler, keys = data.handler_name, parse_object(data.map_keys, "--map-keys")
     workers = max(1, min(cores(), source.size // _BYTES_OF_A_WORKER))
     options = PreprocessOptions((path,), Path(path.name), tokenizer, workers=workers)
     record = first_record(source.blocks())
     if record is None:
         raise DataError(f"{flag} {path}: there is no record in it")
     try:
-        if not args.is_instruction_dataset:
+        if not data.is_instruction_dataset:
             columns = ("text",) if handler else (handlers.text_column(record),)
             return dataclasses.replace(
                 options, json_keys=columns, append_eod=True, handler=handler, map_keys=keys
             )
-        if not handler and args.objective != "next_token":
-            judged = args.objective == "preference" and args.loss_type == "kto"
+        if not handler and objective != "next_token":
+            judged = objective == "preference" and args.loss_type == "kto"
             handler = "UnpairedPreferenceHandler" if judged else "PreferenceHandler"
         if not handler:
             handler, found = handlers.of_record(record)
             keys = found | keys
     except ValueError as error:
         raise DataError(f"{flag} {path}: {error}") from error
-    read = handlers.find(handler)
-    if args.objective != "next_token" and read.preferences is None:
+    reader = handlers.find(handler)
+    if objective != "next_token" and reader.preferences is None:
         raise ConfigError(f"--handler-name {handler} reads no pairs of answers")
-    if args.objective == "next_token" and read.conversations is None:
-        what = "texts, not conversations" if read.preferences is None else "pairs: mindspeed dpo"
+    if objective == "next_token" and reader.conversations is None:
+        what = "texts, not conversations" if reader.preferences is None else "pairs: mindspeed dpo"
         raise ConfigError(f"--handler-name {handler} reads {what}")
     return dataclasses.replace(
         options,
         handler=handler,
         map_keys=keys,
-        prompt_type=args.prompt_type or _own_template(tokenizer),
-        template_variables=parse_object(args.chat_template_kwargs, "--chat-template-kwargs"),
-        train_on=args.train_on,
+        prompt_type=data.prompt_type or _own_template(tokenizer),
+        template_variables=parse_object(data.chat_template_kwargs, "--chat-template-kwargs"),
+        train_on=data.train_on,
         # The reward of an answer without its end is none: the data set leaves long pairs out.
-        seq_length=None if args.objective == "reward" else _longest(args),
+        seq_length=None if objective == "reward" else _longest(args),
     )
 
 
@@ -308,7 +312,7 @@ def _follow_conversations(
     lengths = _lengths(args, train)
     multiple = math.lcm(MULTIPLE, 2 * args.context_parallel_size * args.tensor_model_parallel_size)
     fewest = lengths.sum() // (SEQUENCES_OF_A_STEP * STEPS_OF_AN_EPOCH)
-    needed = int(lengths.max() if not args.pack_sequences else max(lengths.max(), fewest))
+    needed = int(max(lengths.max(), fewest) if args.pack_sequences else lengths.max())
     flags.assume(seq_length=min(_longest(args), packing.rounded_up(needed, multiple)))
     sequences = _sequences(lengths, args)
     part = max(1, ranks // model_parallel_size(args)) * args.micro_batch_size
@@ -341,9 +345,9 @@ def _follow_conversations(
         )
 
 
-def _assume_directory(args: argparse.Namespace, flags: _Flags) -> None:
+def _assume_directory(args: argparse.Namespace, flags: _Flags, file: str) -> None:
     """Save to a directory that is called after the model and the data."""
-    model, data = Path(folder_of(args.load or "model")).name, Path(args.data[-1]).name
+    model, data = Path(folder_of(args.load or "model")).name, Path(file).name
     save = f"{model}-{data.partition('.')[0]}"
     resumed = args.auto_resume or args.dry_run
     if flags.free("save") and tracked(save) is not None and not resumed:
@@ -356,11 +360,12 @@ def _assume_directory(args: argparse.Namespace, flags: _Flags) -> None:
 
 def _lengths(args: argparse.Namespace, files: Sequence[TokenizedFile]) -> np.ndarray:
     """Tokens of every sample that is trained, int ``[samples]``; of a pair in one sequence."""
-    if args.objective == "next_token":
+    objective = args.objective
+    if objective == "next_token":
         lengths = np.concatenate([InstructionFiles(one.prefix).lengths for one in files]) - 1
         return lengths[lengths > 0]
     pairs = np.concatenate([PreferenceFiles(one.prefix).pair_lengths for one in files]) - 1
-    pairs += args.objective == "reward"  # whose last token is an input, too
+    pairs += objective == "reward"  # whose last token is an input, too
     return pairs.sum(axis=1) if args.pack_sequences else pairs.max(axis=1)
 
 

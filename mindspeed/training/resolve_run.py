@@ -11,12 +11,14 @@ from typing import Any
 from mindspeed.checkpoint.contents import model_at
 from mindspeed.checkpoint.find import saved_args
 from mindspeed.errors import MindSpeedError
+from mindspeed.flags import read
 from mindspeed.job import Batch
 from mindspeed.lora import flags as lora_flags
 from mindspeed.lora.config import HEAD
 from mindspeed.models.hf_load import is_hf
 from mindspeed.preference.losses import SMOOTHED, PreferenceLoss
 from mindspeed.storage.directory import tracked
+from mindspeed.training.options import LoggingOptions
 from mindspeed.training.sinks import missing_packages
 
 
@@ -183,7 +185,7 @@ def output(args: argparse.Namespace) -> Iterator[str]:
             yield str(error)
     if args.use_checkpoint_args and args.load is None:
         yield "--use-checkpoint-args needs --load"
-    yield from missing_packages(args)
+    yield from missing_packages(read(LoggingOptions, args))
 
 
 def _no_directory(path: str) -> str | None:

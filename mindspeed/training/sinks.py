@@ -28,7 +28,9 @@ from urllib.parse import urlsplit
 
 from mindspeed.errors import describe
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
+from mindspeed.flags import read
 from mindspeed.parsing import decode_json
+from mindspeed.training.options import LoggingOptions
 
 Metrics = Mapping[str, Any]
 
@@ -77,30 +79,35 @@ class Sink(Protocol):
 
 
 def open_sinks(args: argparse.Namespace, done: int) -> list[Sink]:
-    """All destinations that ``args`` select.
+    """All destinations that the flags of a run select.
 
     Args:
         args: final values.
         done: iterations that are done already; later ones in the files are of a lost run.
     """
-    on_terminal = args.progress_bar and sys.stderr.isatty()
+    options, save = read(LoggingOptions, args), args.save
+    on_terminal = options.progress_bar and sys.stderr.isatty()
     sinks: list[Sink] = [ProgressBar(done, args.train_iters) if on_terminal else Console()]
-    path = args.metrics_file or (args.save and str(Path(args.save) / "metrics.jsonl"))
+    path = options.metrics_file or (save and str(Path(save) / "metrics.jsonl"))
     say = sinks[0].message
     if path:
         sinks.append(OptionalSink(f"metrics file {path}", lambda: JsonLines(Path(path), done), say))
-    if folder := args.tensorboard_dir:
-        sinks.append(OptionalSink(f"TensorBoard {folder}", lambda: TensorBoard(args, done), say))
-    if args.wandb_project:
-        sinks.append(OptionalSink("W&B", lambda: WeightsAndBiases(args, done), say))
+    if folder := options.tensorboard_dir:
+        sinks.append(
+            OptionalSink(f"TensorBoard {folder}", lambda: TensorBoard(folder, options, done), say)
+        )
+    if options.wandb_project:
+        directory, values = Path(options.wandb_save_dir or save or "."), vars(args)
+        wandb = lambda: WeightsAndBiases(options, directory, done, values)  # noqa: E731
+        sinks.append(OptionalSink("W&B", wandb, say))
     return sinks
 
 
-def missing_packages(args: argparse.Namespace) -> Iterator[str]:
+def missing_packages(options: LoggingOptions) -> Iterator[str]:
     """One line for each package that a flag needs and that is not installed."""
     for flag, value, package, install in (
-        ("--tensorboard-dir", args.tensorboard_dir, "tensorboard", "'mindspeed[suite]'"),
-        ("--wandb-project", args.wandb_project, "wandb", "wandb"),
+        ("--tensorboard-dir", options.tensorboard_dir, "tensorboard", "'mindspeed[suite]'"),
+        ("--wandb-project", options.wandb_project, "wandb", "wandb"),
     ):
         if value and importlib.util.find_spec(package) is None:
             yield f"{flag} {value} needs the package {package}: pip install {install}"
@@ -214,22 +221,22 @@ class JsonLines(RecordingSink):
 class TensorBoard(RecordingSink):
     """One curve per metric."""
 
-    def __init__(self, args: argparse.Namespace, done: int) -> None:
+    def __init__(self, directory: str, options: LoggingOptions, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._directory = args.tensorboard_dir
-        make_dirs(self._directory)
+        self._directory = directory
+        make_dirs(directory)
         self._writer = SummaryWriter(
-            self._directory, purge_step=done + 1, max_queue=args.tensorboard_queue_size
+            directory, purge_step=done + 1, max_queue=options.tensorboard_queue_size
         )
-        self._interval = args.tensorboard_log_interval
+        self._interval = options.tensorboard_log_interval
         self._left_out = {
             key
             for key, wanted in (
-                ("memory_gb", args.log_memory_to_tensorboard),
-                ("loss_scale", args.log_loss_scale_to_tensorboard),
-                ("validation_perplexity", args.log_validation_ppl_to_tensorboard),
-                ("test_perplexity", args.log_validation_ppl_to_tensorboard),
+                ("memory_gb", options.log_memory_to_tensorboard),
+                ("loss_scale", options.log_loss_scale_to_tensorboard),
+                ("validation_perplexity", options.log_validation_ppl_to_tensorboard),
+                ("test_perplexity", options.log_validation_ppl_to_tensorboard),
             )
             if not wanted
         }
@@ -252,12 +259,18 @@ class WeightsAndBiases(RecordingSink):
     WANDB_MODE overrides our choice. A resumed run keeps its identity, stored in
     ``DIR/wandb/run_id.txt``, and leaves out what a lost run has recorded already: nothing can be
     undone there.
+
+    Args:
+        directory: below it are its files; the run is called after it without ``--wandb-exp-name``.
+        done: iterations that are done already.
+        values: all flags of the run, shown as its configuration.
     """
 
-    def __init__(self, args: argparse.Namespace, done: int) -> None:
+    def __init__(
+        self, options: LoggingOptions, directory: Path, done: int, values: Mapping[str, Any]
+    ) -> None:
         import wandb
 
-        directory = Path(args.wandb_save_dir or args.save or ".")
         make_dirs(directory / "wandb")
         settings = wandb.Settings()
         steps = directory / "wandb" / "recorded_steps.txt"
@@ -265,14 +278,14 @@ class WeightsAndBiases(RecordingSink):
         atomic_write_text(steps, f"{self._recorded_before}\n")  # without half a line
         self._steps = secure_open(steps, "a")
         self._run = wandb.init(
-            project=args.wandb_project,
-            name=args.wandb_exp_name or directory.resolve().name,
-            entity=args.wandb_entity,
+            project=options.wandb_project,
+            name=options.wandb_exp_name or directory.resolve().name,
+            entity=options.wandb_entity,
             dir=str(directory),
             id=_run_id(directory / "wandb" / "run_id.txt", done),
             resume="allow",
             mode=_wandb_mode(settings.base_url),
-            config=_plain(vars(args)),
+            config=_plain(values),
             # What is printed is in the log already, with the ranks of all nodes.
             settings=wandb.Settings(console="off", silent=True),
         )

@@ -28,11 +28,13 @@ from mindspeed import device, session
 from mindspeed.adaptor.versions.trainer import learning_rate
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import TrainingError
+from mindspeed.flags import read
 from mindspeed.job import Batch, Schedule
 from mindspeed.training import zero
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, MicroBatchLoss, first_not_finite
+from mindspeed.training.options import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Trainer:
         before: BeforeStep | None = None,
     ) -> None:
         self._args = args
+        self._options, self._batch = read(TrainingOptions, args), Batch.of(args)
+        self._iterations = Schedule.of(args).iterations
         self._model = model
         self._forward_step = forward_step
         self._before = before
@@ -85,27 +89,25 @@ class Trainer:
         Raises:
             TrainingError: a loss or gradient is not finite; names iteration, rank and micro-batch.
         """
-        model, args = self._model, self._args
+        model, options = self._model, self._options
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         model.optimizer.zero_grad()
         rate = learning_rate(model.optimizer.param_groups)
-        follows = int(
-            iteration < Schedule.of(args).iterations
-        )  # the next step's first may be read now
+        follows = int(iteration < self._iterations)  # the next step's first may be read now
         losses = self._run_schedule(
             readers, get_num_microbatches(), forward_only=False, follows=follows
         )
-        if args.max_skipped_nan_iterations and self._must_skip(losses, iteration):
+        if options.max_skipped_nan_iterations and self._must_skip(losses, iteration):
             return StepResult(losses, None, skipped=True, learning_rate=rate)
-        if args.check_for_nan_in_loss_and_grad:
+        if options.check_for_nan_in_loss_and_grad:
             check_losses(losses, iteration)
         updated, grad_norm, _ = model.optimizer.step()
-        if args.check_for_nan_in_loss_and_grad:
+        if options.check_for_nan_in_loss_and_grad:
             self._check_gradients(grad_norm, iteration)
         self.skipped.after_step(updated, losses, model.optimizer.get_loss_scale, iteration)
         if updated:
-            model.schedule.step(Batch.of(args).samples_of(get_num_microbatches()))
+            model.schedule.step(self._batch.samples_of(get_num_microbatches()))
         return StepResult(losses, grad_norm, skipped=not updated, learning_rate=rate)
 
     def evaluate(
@@ -170,7 +172,7 @@ class Trainer:
         if not bad.item():
             return False
         self._nonfinite += 1
-        limit = self._args.max_skipped_nan_iterations
+        limit = self._options.max_skipped_nan_iterations
         if self._nonfinite > limit:
             check_losses(losses, iteration)
             raise TrainingError(

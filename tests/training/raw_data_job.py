@@ -120,7 +120,7 @@ def assumed_directory(folder: str, resume: bool) -> str:
     args.auto_resume, here = resume, os.getcwd()
     os.chdir(folder)
     try:
-        _assume_directory(args, _Flags(args, ()))
+        _assume_directory(args, _Flags(args, ()), *args.data)
     except ConfigError as error:
         return str(error)
     finally:

@@ -17,30 +17,25 @@ needs("megatron.core")
 from mindspeed.errors import ConfigError
 from mindspeed.training import sinks
 from mindspeed.training.arguments import build_parser
+from mindspeed.training.options import LoggingOptions
 from mindspeed.training.recipe import parse_with_recipe
 from tests.support.trainer_job import SETUP, train
 
 resolve = Lazy("mindspeed.training.resolve", "resolve")
 
 
-def settings(**given):
-    values = {
-        "save": None,
-        "metrics_file": None,
-        "progress_bar": True,
-        "train_iters": 10,
-        "tensorboard_dir": None,
-        "tensorboard_log_interval": 1,
-        "tensorboard_queue_size": 10,
-        "log_memory_to_tensorboard": False,
-        "log_loss_scale_to_tensorboard": True,
-        "log_validation_ppl_to_tensorboard": False,
-        "wandb_project": None,
-        "wandb_exp_name": None,
-        "wandb_save_dir": None,
-        "wandb_entity": None,
-    }
-    return Namespace(**{**values, **{key: value for key, value in given.items()}})
+def opened(**given):
+    """The sinks of a run of ten iterations."""
+    return sinks.open_sinks(Namespace(**{"save": None, "train_iters": 10, **given}), 0)
+
+
+def tensorboard(directory, done=0, **given):
+    return sinks.TensorBoard(str(directory), LoggingOptions(**given), done)
+
+
+def wandb_run(directory, done, **given):
+    options = LoggingOptions(wandb_project="llama", **given)
+    return sinks.WeightsAndBiases(options, directory, done, vars(options))
 
 
 def points(directory):
@@ -93,22 +88,19 @@ class TestJsonLines:
 
 class TestTensorBoard:
     def test_metrics_have_the_names_of_megatron_lm(self, tmp_path):
-        sink = sinks.TensorBoard(settings(tensorboard_dir=str(tmp_path)), 0)
+        sink = tensorboard(tmp_path)
         sink.record(1, {"lm_loss": 2.0, "learning_rate": 0.1, "memory_gb": 1.0}, "")
         sink.record(1, {"validation_loss": 3.0, "validation_perplexity": 20.0}, "")
         assert sink.close() == f"tensorboard --logdir {tmp_path}"
         assert set(points(tmp_path)) == {"lm loss", "learning-rate", "lm loss validation"}
 
     def test_megatron_lm_flags_select_metrics_and_intervals(self, tmp_path):
-        sink = sinks.TensorBoard(
-            settings(
-                tensorboard_dir=str(tmp_path),
-                tensorboard_log_interval=2,
-                log_memory_to_tensorboard=True,
-                log_loss_scale_to_tensorboard=False,
-                log_validation_ppl_to_tensorboard=True,
-            ),
-            0,
+        sink = tensorboard(
+            tmp_path,
+            tensorboard_log_interval=2,
+            log_memory_to_tensorboard=True,
+            log_loss_scale_to_tensorboard=False,
+            log_validation_ppl_to_tensorboard=True,
         )
         for i in range(1, 5):
             metrics = {"memory_gb": 1.0, "loss_scale": 2.0, "validation_perplexity": 20.0}
@@ -120,7 +112,7 @@ class TestTensorBoard:
 
     def test_a_resumed_run_hides_the_points_of_the_lost_iterations(self, tmp_path):
         for done, iterations, offset in ((0, range(1, 6), 0.0), (3, range(4, 7), 0.5)):
-            sink = sinks.TensorBoard(settings(tensorboard_dir=str(tmp_path)), done)
+            sink = tensorboard(tmp_path, done)
             record_run(sink, iterations, offset)
             sink.close()
         expected = [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.5), (5, 5.5), (6, 4.5)]
@@ -158,8 +150,7 @@ class TestWeightsAndBiases:
     def test_the_run_is_named_by_megatron_lms_flags_and_has_its_configuration(
         self, fake_wandb, tmp_path
     ):
-        args = settings(save=str(tmp_path / "night"), wandb_project="llama", wandb_entity="lab")
-        sink = sinks.WeightsAndBiases(args, 0)
+        sink = wandb_run(tmp_path / "night", 0, wandb_entity="lab")
         record_run(sink, [5])
         given = fake_wandb.runs[0].given
         assert (given["project"], given["name"], given["entity"]) == ("llama", "night", "lab")
@@ -171,23 +162,21 @@ class TestWeightsAndBiases:
     def test_a_resumed_run_keeps_its_identity_and_a_new_one_gets_its_own(
         self, fake_wandb, tmp_path
     ):
-        args = settings(wandb_save_dir=str(tmp_path), wandb_project="llama", wandb_exp_name="x")
         for done in (0, 20, 40, 0):
-            sinks.WeightsAndBiases(args, done)
+            wandb_run(tmp_path, done, wandb_exp_name="x")
         first, second, third, fresh = (run.given["id"] for run in fake_wandb.runs)
         assert first == second == third != fresh
         assert {run.given["resume"] for run in fake_wandb.runs} == {"allow"}
         assert {run.given["name"] for run in fake_wandb.runs} == {"x"}
 
     def test_no_step_is_recorded_twice(self, fake_wandb, tmp_path):
-        args = settings(save=str(tmp_path), wandb_project="llama")
-        record_run(sinks.WeightsAndBiases(args, 0), [1, 2, 3, 4, 5])  # killed, saved at 3
+        record_run(wandb_run(tmp_path, 0), [1, 2, 3, 4, 5])  # killed, saved at 3
         with open(tmp_path / "wandb" / "recorded_steps.txt", "a") as file:
             file.write("6")  # and in the middle of a line
-        sink = sinks.WeightsAndBiases(args, 3)
+        sink = wandb_run(tmp_path, 3)
         record_run(sink, [4, 5, 6, 6, 7])  # 6 twice: training and validation
-        record_run(sinks.WeightsAndBiases(args, 6), [7, 8])
-        record_run(sinks.WeightsAndBiases(args, 0), [1])  # anew
+        record_run(wandb_run(tmp_path, 6), [7, 8])
+        record_run(wandb_run(tmp_path, 0), [1])  # anew
         steps = [[step for step, _ in run.logged] for run in fake_wandb.runs]
         assert steps == [[1, 2, 3, 4, 5], [6, 6, 7], [8], [1]]
 
@@ -205,7 +194,7 @@ class TestWeightsAndBiases:
     def test_the_real_package_writes_a_run_without_a_network(self, monkeypatch, tmp_path):
         pytest.importorskip("wandb")
         monkeypatch.setenv("WANDB_MODE", "offline")
-        sink = sinks.WeightsAndBiases(settings(save=str(tmp_path), wandb_project="llama"), 0)
+        sink = wandb_run(tmp_path, 0)
         record_run(sink, range(1, 4))
         command = sink.close()
         assert command.startswith(f"wandb sync {tmp_path}")
@@ -267,7 +256,7 @@ class Full:
 
 
 def test_training_continues_when_the_metrics_disk_is_full(tmp_path, capsys):
-    _, kept = sinks.open_sinks(settings(metrics_file=str(tmp_path / "m.jsonl")), 0)
+    _, kept = opened(metrics_file=str(tmp_path / "m.jsonl"))
     kept.record(1, {"iteration": 1}, "one")
     kept._sink._file.close()
     kept._sink._file = Full()
@@ -281,7 +270,7 @@ def test_training_continues_when_the_metrics_disk_is_full(tmp_path, capsys):
 
 def test_training_begins_without_a_metrics_file_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("a")
-    _, kept = sinks.open_sinks(settings(metrics_file=str(tmp_path / "file" / "m.jsonl")), 0)
+    _, kept = opened(metrics_file=str(tmp_path / "file" / "m.jsonl"))
     kept.record(1, {"iteration": 1}, "one")
     assert kept.close() is None
     (line,) = capsys.readouterr().out.splitlines()
