@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.features.registry import recorded, restored
-from mindspeed.models import model_extras
+from mindspeed.models import extra_flags
 
 # Fields that make a model the same model; Megatron-LM's names.
 ARCHITECTURE = (
@@ -37,7 +37,7 @@ ARCHITECTURE = (
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
-    *(name for name in model_extras.PLAIN if name != "rope_parameters"),
+    *(name for name in extra_flags.PLAIN if name != "rope_parameters"),
 )
 # Also taken from a checkpoint with --use-checkpoint-args. Of these, some change which weights there
 # are or how large (SHAPES); the others only change how training continues.
@@ -83,7 +83,7 @@ DETAILS = (
     "window_size",
     "window_attn_skip_freq",
     "model_family",
-    *model_extras.NO_ARCHITECTURE,
+    *extra_flags.NO_ARCHITECTURE,
     "softmax_scale",
     "softmax_type",
     "layernorm_zero_centered_gamma",

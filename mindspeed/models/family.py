@@ -23,7 +23,7 @@ from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.json_fields import check
-from mindspeed.models import model_extras, transformers_versions
+from mindspeed.models import extra_flags, transformers_versions
 from mindspeed.models.config_fields import FIELDS, KnownFields
 from mindspeed.models.config_json import (
     Always,
@@ -196,7 +196,7 @@ class Family:
 
 # What a family that does not mention it has.
 _PLAIN: Flags = {
-    **model_extras.PLAIN,
+    **extra_flags.PLAIN,
     "add_qkv_bias": False,
     "qk_layernorm": False,
     "multi_latent_attention": False,
@@ -225,7 +225,7 @@ _PLAIN: Flags = {
 }
 # Flags that config readers set, but that leave the model the same.
 _NO_ARCHITECTURE = {
-    *model_extras.NO_ARCHITECTURE,
+    *extra_flags.NO_ARCHITECTURE,
     "model_family",
     "max_position_embeddings",
     "hidden_dropout",

@@ -21,22 +21,23 @@ from torch import Tensor
 
 from mindspeed import device as devices
 from mindspeed.errors import ConfigError
+from mindspeed.models.extra_flags import ModelExtras
 
 
-def problems(args: argparse.Namespace) -> Iterator[str]:
+def problems(extras: ModelExtras, args: argparse.Namespace) -> Iterator[str]:
     """Flags that a choice of ours has no effect without, or would go past."""
-    name = _flag(args)
+    name = _flag(extras)
     if name is None:
         return
     if not args.num_experts:
         yield f"{name} has no effect without --num-experts: drop it"
     elif args.moe_router_fusion or "sinkhorn" in str(args.moe_router_load_balancing_type):
         yield f"{name} chooses itself: drop --moe-router-fusion and sinkhorn balancing"
-    elif args.moe_group_score_experts and not args.moe_router_group_topk:
+    elif extras.moe_group_score_experts and not args.moe_router_group_topk:
         yield f"{name} has no effect without --moe-router-group-topk: add it, or drop both"
-    elif args.moe_group_score_experts and args.moe_softmax_choice_bias:
+    elif extras.moe_group_score_experts and extras.moe_softmax_choice_bias:
         yield "--moe-softmax-choice-bias knows no groups: drop --moe-group-score-experts"
-    elif args.moe_softmax_choice_bias and (
+    elif extras.moe_softmax_choice_bias and (
         args.moe_router_score_function != "softmax" or args.moe_router_pre_softmax
     ):
         yield (
@@ -45,13 +46,13 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def change_routers(args: argparse.Namespace, layers: Iterable[Any]) -> None:
+def change_routers(extras: ModelExtras, layers: Iterable[Any]) -> None:
     """Let the routers of built layers choose as the flags say.
 
     Raises:
         ConfigError: This release of Megatron asks nobody.
     """
-    name = _flag(args)
+    name = _flag(extras)
     if name is None:
         return
     for layer in layers:
@@ -60,15 +61,15 @@ def change_routers(args: argparse.Namespace, layers: Iterable[Any]) -> None:
             continue
         if not hasattr(router, "router_replay"):
             raise ConfigError(f"{name} needs megatron-core 0.16 or newer")
-        if args.moe_group_score_experts:
-            router.router_replay = BestOfGroups(args.moe_group_score_experts)
+        if extras.moe_group_score_experts:
+            router.router_replay = BestOfGroups(extras.moe_group_score_experts)
         else:
             router.router_replay = Biased(_bias_of(router))
 
 
-def _flag(args: argparse.Namespace) -> str | None:
+def _flag(extras: ModelExtras) -> str | None:
     names = ("moe_group_score_experts", "moe_softmax_choice_bias")
-    given = [name for name in names if getattr(args, name)]
+    given = [name for name in names if getattr(extras, name)]
     return f"--{given[0].replace('_', '-')}" if given else None
 
 

@@ -12,11 +12,10 @@ of Llama 4 in transformers; arXiv 2501.19399 for the temperature.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,24 +23,26 @@ import torch
 from torch import Tensor
 
 from mindspeed.errors import ConfigError
+from mindspeed.models.extra_flags import ModelExtras
 
 
-def problems(args: argparse.Namespace) -> Iterator[str]:
-    """Flags without effect, and sequences that ranks share."""
-    chunk, temperature = args.attention_chunk_size, args.nope_temperature
-    shared = args.context_parallel_size > 1
-    if temperature and not args.no_rope_freq:
+def problems(
+    extras: ModelExtras, no_rope_freq: int | Sequence[int] | None, seq_length: int, ranks: int
+) -> Iterator[str]:
+    """Flags without effect, and sequences that ``ranks`` context-parallel ranks share."""
+    chunk, temperature = extras.attention_chunk_size, extras.nope_temperature
+    if temperature and not no_rope_freq:
         yield "--nope-temperature counts in layers without positions: give --no-rope-freq"
-    if shared and chunk and args.seq_length > chunk:
+    if ranks > 1 and chunk and seq_length > chunk:
         yield (
             f"--attention-chunk-size {chunk}: ranks of --context-parallel-size "
-            f"{args.context_parallel_size} cannot share a sequence of more than one chunk; take "
+            f"{ranks} cannot share a sequence of more than one chunk; take "
             f"--seq-length {chunk} at most, or --context-parallel-size 1"
         )
-    elif shared and temperature and args.seq_length >= args.nope_temperature_floor:
+    elif ranks > 1 and temperature and seq_length >= extras.nope_temperature_floor:
         yield (
-            f"--nope-temperature with --context-parallel-size {args.context_parallel_size}: "
-            f"allowed is --seq-length below --nope-temperature-floor {args.nope_temperature_floor}"
+            f"--nope-temperature with --context-parallel-size {ranks}: allowed is --seq-length "
+            f"below --nope-temperature-floor {extras.nope_temperature_floor}"
         )
 
 
@@ -131,19 +132,19 @@ def _scaled(query: Tensor, positions: Tensor, strength: float, floor: int) -> Te
     return (query * scales[..., None, None]).to(query.dtype)
 
 
-def set_chunks(args: argparse.Namespace, model: Any) -> None:
+def set_chunks(extras: ModelExtras, model: Any, qk_l2_norm: bool) -> None:
     """Tell each layer of a built stage whether it has chunks or a temperature.
 
     Layers without positions have no ``--qk-l2-norm`` either.
     """
-    lacking = model.config.no_rope_freq or [0] * args.num_layers
+    lacking = model.config.no_rope_freq or [0] * model.config.num_layers
     for layer in model.decoder.layers:
         attention = layer.self_attention
         core = attention.core_attention
         if not lacking[layer.layer_number - 1]:
-            core.chunk = args.attention_chunk_size
+            core.chunk = extras.attention_chunk_size
         else:
-            if args.nope_temperature:
-                core.temperature = (args.nope_temperature, args.nope_temperature_floor)
-            if args.qk_l2_norm:
+            if extras.nope_temperature:
+                core.temperature = (extras.nope_temperature, extras.nope_temperature_floor)
+            if qk_l2_norm:
                 attention.q_layernorm = attention.k_layernorm = None

@@ -14,63 +14,76 @@ piece runs them, too.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mindspeed import device as devices
 from mindspeed.errors import ConfigError
+from mindspeed.models.extra_flags import ModelExtras
 from mindspeed.models.megatron_choice import change_routers
 from mindspeed.models.megatron_chunks import set_chunks, with_chunks
 from mindspeed.models.megatron_delta_net import mixed_attention
-from mindspeed.models.rope_parameters import RopeParameters
-from mindspeed.profiling.model_flops import linear_pattern
 from mindspeed.tensor_parallel.two_dimensional.norm import norm
 
 
-def change_layer_spec(args: argparse.Namespace, layer: Any) -> None:
-    """Put the special modules into the spec of one layer."""
+def change_layer_spec(
+    extras: ModelExtras, layer: Any, heads: int, groups: int, linear: tuple[bool, ...] | None
+) -> None:
+    """Put the special modules into the spec of one layer.
+
+    Args:
+        extras: the flags.
+        layer: Megatron's spec, changed in place.
+        heads: of queries, on all ranks.
+        groups: heads of keys, on all ranks.
+        linear: whether the attention of a layer is linear, for each; None: there is no such flag.
+    """
     attention = layer.submodules.self_attention
     parts = attention.submodules
-    if args.norm_placement == "post":
+    if extras.norm_placement == "post":
         _drop_input_norms(layer.submodules)
-    if args.qk_norm_over_all_heads:
-        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        parts.q_layernorm = over_heads(args.num_attention_heads)
+    if extras.qk_norm_over_all_heads:
+        parts.q_layernorm = over_heads(heads)
         parts.k_layernorm = over_heads(groups)
-    if args.qk_norm_after_rope:
+    if extras.qk_norm_after_rope:
         parts.q_layernorm = parts.k_layernorm = None
         parts.core_attention = with_norms(parts.core_attention)
-    if args.attention_chunk_size or args.nope_temperature:
+    if extras.attention_chunk_size or extras.nope_temperature:
         parts.core_attention = with_chunks(parts.core_attention)
-    if args.experimental_attention_variant == "gated_delta_net":
-        pattern = tuple(linear_pattern(vars(args)))
-        attention.module = mixed_attention(attention.module, pattern)
-    if args.local_rotary_base:
+    if linear is not None:
+        attention.module = mixed_attention(attention.module, linear)
+    if extras.local_rotary_base:
         attention.module = with_local_rotation(attention.module)
 
 
-def change_layers(args: argparse.Namespace, model: Any) -> None:
-    """Add what the layers of a built stage have and no layer spec says."""
+def change_layers(extras: ModelExtras, model: Any, with_engine: bool, qk_l2_norm: bool) -> None:
+    """Add what the layers of a built stage have and no layer spec says.
+
+    Args:
+        extras: the flags.
+        model: the stage, changed in place.
+        with_engine: its norms are Transformer Engine's.
+        qk_l2_norm: ``--qk-l2-norm``.
+    """
     layers = [*model.decoder.layers]
     if getattr(model, "mtp_process", False):
         layers += [depth.transformer_layer for depth in model.mtp.layers]
-    change_routers(args, layers)
-    if args.attention_chunk_size or args.nope_temperature or args.qk_l2_norm:
-        set_chunks(args, model)
-    if args.attention_logit_softcap:
-        _bound_scores(args.attention_logit_softcap, layers)
-    if args.norm_placement == "pre" and args.residual_multiplier == 1.0:
+    change_routers(extras, layers)
+    if extras.attention_chunk_size or extras.nope_temperature or qk_l2_norm:
+        set_chunks(extras, model, qk_l2_norm)
+    if extras.attention_logit_softcap:
+        _bound_scores(extras.attention_logit_softcap, layers)
+    if extras.norm_placement == "pre" and extras.residual_multiplier == 1.0:
         return
     for layer in layers:
         for name in ("self_attn_bda", "mlp_bda"):
             add = getattr(layer, name)
-            behind = None if args.norm_placement == "pre" else _norm_of(args, layer.config)
-            setattr(layer, name, ScaledAddition(add, behind, args.residual_multiplier))
+            behind = None if extras.norm_placement == "pre" else _norm_of(layer.config, with_engine)
+            setattr(layer, name, ScaledAddition(add, behind, extras.residual_multiplier))
 
 
 def _bound_scores(cap: float, layers: list[Any]) -> None:
@@ -84,10 +97,10 @@ def _bound_scores(cap: float, layers: list[Any]) -> None:
         core.softcap = cap
 
 
-def _norm_of(args: argparse.Namespace, config: Any) -> torch.nn.Module:
+def _norm_of(config: Any, with_engine: bool) -> torch.nn.Module:
     """A norm of the kind that the layers have."""
     made: torch.nn.Module
-    if args.transformer_impl == "transformer_engine":
+    if with_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
         made = TENorm(config, config.hidden_size, eps=config.layernorm_epsilon)
@@ -249,28 +262,21 @@ def with_local_rotation(attention: type) -> type:
     return LocallyRotated
 
 
-def rotate_locally(args: argparse.Namespace, model: Any) -> None:
-    """Give layers with a window their own rotary base, without the scaling of the others."""
-    pattern = args.window_attn_skip_freq
-    first = float(_first_frequency(args))
+def rotate_locally(rotation: LocalRotation, windows: Sequence[int], model: Any) -> None:
+    """Give layers with a window their own rotary base, without the scaling of the others.
+
+    Args:
+        rotation: by the other base.
+        windows: for each layer of the whole model whether it has a window.
+        model: a built stage, changed in place.
+    """
     for layer in model.decoder.layers:
-        if pattern[layer.layer_number - 1]:
+        if windows[layer.layer_number - 1]:
             attention = layer.self_attention
-            attention.local_rotation = LocalRotation(
-                args.local_rotary_base, first, args.rotary_interleaved
-            )
+            attention.local_rotation = rotation
             attention.config = copy.copy(attention.config)
             for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"):
                 vars(attention.config).pop(f"yarn_{name}", None)
-
-
-def _first_frequency(args: argparse.Namespace) -> float:
-    """Radians per position of the model's first pair of channels: 1, unless it is scaled."""
-    if args.rope_parameters:
-        channels = int(args.kv_channels * args.rotary_percent)
-        scaling = RopeParameters.of(args.rope_parameters)
-        return float(scaling.frequencies(args.rotary_base, channels, 1)[0])
-    return 1.0 / (args.rotary_seq_len_interpolation_factor or 1)
 
 
 class LocalRotation:

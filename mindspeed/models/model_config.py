@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.models.model_extras import ModelExtras
+from mindspeed.models.extra_flags import ModelExtras
 
 # Flags with one value per router, or a list of them in Megatron.
 _LISTS = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")

@@ -27,8 +27,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,129 +35,44 @@ import torch.nn.functional as F
 
 from mindspeed.adaptor.versions.trainer import scale_rotation
 from mindspeed.errors import ConfigError
-from mindspeed.flags import flag, flags_of
+from mindspeed.flags import read
 from mindspeed.models import megatron_choice, megatron_chunks, megatron_layers
+from mindspeed.models.extra_flags import ModelExtras
 from mindspeed.models.rope_parameters import RopeParameters
-from mindspeed.ranges import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE
+from mindspeed.profiling.model_flops import linear_pattern
 from mindspeed.spmd import Collective, I, V, typed
-
-
-@dataclass(frozen=True)
-class ModelExtras:
-    """The flags: fields of the model's section of a recipe."""
-
-    add_dense_bias: bool = flag(
-        False, "bias of the attention's output projection, also with --disable-bias-linear"
-    )
-    embed_layernorm: bool = flag(False, "norm after the word embeddings (BLOOM)")
-    embedding_multiplier: float = flag(
-        1.0, "factor on the word embeddings (Gemma, Granite)", range=ABOVE_ZERO
-    )
-    residual_multiplier: float = flag(
-        1.0, "factor on the output of attention and MLP (Granite)", range=ABOVE_ZERO
-    )
-    norm_placement: Literal["pre", "pre_and_post", "post"] = flag(
-        "pre",
-        "norms in front of attention and MLP, behind them (OLMo), or both (GLM-4, Gemma)",
-    )
-    qk_norm_over_all_heads: bool = flag(
-        False, "RMSNorm of queries and keys over all heads at once (OLMo, MiniMax-M2)"
-    )
-    qk_norm_after_rope: bool = flag(
-        False, "--qk-layernorm behind the rotary embedding, not in front of it (Hunyuan)"
-    )
-    rope_parameters: str | None = flag(
-        None,
-        "scaled rotary embedding as config.json has it, in JSON: yarn, longrope, dynamic, linear, "
-        "llama3",
-    )
-    local_rotary_base: int | None = flag(
-        None,
-        "base of the rotary embedding, without scaling, in layers with a window (Gemma 3)",
-        range=POSITIVE,
-    )
-    geglu: bool = flag(False, "gated linear unit with GeLU's tanh approximation (Gemma)")
-    lm_norm_weight: bool = flag(False, "output layer with weight rows of norm one (Baichuan 2)")
-    logits_divisor: float = flag(1.0, "divide the logits by this (Granite)", range=ABOVE_ZERO)
-    final_logit_softcap: float | None = flag(
-        None, "keep logits between plus and minus this, by tanh (Gemma 2)", range=ABOVE_ZERO
-    )
-    attention_logit_softcap: float | None = flag(
-        None,
-        "keep attention scores between plus and minus this, by tanh (Gemma 2); computed by the "
-        "plain formula, because no fused attention does so",
-        range=ABOVE_ZERO,
-    )
-    attention_chunk_size: int | None = flag(
-        None,
-        "tokens see their own chunk of so many tokens, in layers with positions (Llama 4)",
-        range=POSITIVE,
-    )
-    nope_temperature: float | None = flag(
-        None,
-        "scale queries by 1 + this * log(1 + (position + 1) // floor), in layers without "
-        "positions (Llama 4)",
-        range=ABOVE_ZERO,
-    )
-    nope_temperature_floor: int = flag(
-        8192, "tokens from which --nope-temperature counts", range=POSITIVE
-    )
-    moe_group_score_experts: int | None = flag(
-        None,
-        "best experts of a group whose scores are the group's (DeepSeek-V2: 1); default the "
-        "experts chosen by the groups chosen",
-        range=POSITIVE,
-    )
-    moe_softmax_choice_bias: bool = flag(
-        False, "a bias on softmax scores when experts are chosen, kept as loaded (ERNIE 4.5)"
-    )
-    z_loss_weight: float = flag(
-        0.0,
-        "add this times the square of the largest logit to each token's loss (Baichuan 2)",
-        range=NOT_NEGATIVE,
-    )
-    mask_padded_vocab: bool = flag(
-        False, "padding entries of the vocabulary take no part in the loss (with --model: on)"
-    )
-
-
-NO_ARCHITECTURE = ("z_loss_weight", "mask_padded_vocab")
-"""Flags that change the loss, not the model."""
-PLAIN: dict[str, Any] = {
-    item.name: item.default for item in flags_of(ModelExtras) if item.name not in NO_ARCHITECTURE
-}
-"""The other flags, with the value that a model without the part has."""
 
 
 def problems(args: argparse.Namespace) -> Iterator[str]:
     """Flags that have no effect without another one, or no value that this release can use."""
-    if args.qk_norm_after_rope and not args.qk_layernorm:
+    extras, ranks = read(ModelExtras, args), args.context_parallel_size
+    if extras.qk_norm_after_rope and not args.qk_layernorm:
         yield "--qk-norm-after-rope has no effect without --qk-layernorm: add it, or drop both"
-    if args.qk_norm_over_all_heads and args.qk_layernorm:
+    if extras.qk_norm_over_all_heads and args.qk_layernorm:
         yield "--qk-norm-over-all-heads takes the place of --qk-layernorm: give one of them"
-    if args.local_rotary_base and not isinstance(args.window_attn_skip_freq, list):
+    if extras.local_rotary_base and not isinstance(args.window_attn_skip_freq, list):
         yield (
             "--local-rotary-base counts in layers with a window: give --window-size, and "
             "--window-attn-skip-freq as a list, such as ([1]*5+[0])*4"
         )
-    if args.attention_logit_softcap and args.context_parallel_size > 1:
+    if extras.attention_logit_softcap and ranks > 1:
         yield (
             "--attention-logit-softcap: ranks cannot share a sequence of bounded scores; take "
             "--context-parallel-size 1"
         )
-    if args.attention_logit_softcap and args.softmax_type != "vanilla":
+    if extras.attention_logit_softcap and args.softmax_type != "vanilla":
         yield f"--attention-logit-softcap does not work with --softmax-type {args.softmax_type}"
-    yield from megatron_chunks.problems(args)
-    yield from megatron_choice.problems(args)
+    yield from megatron_chunks.problems(extras, args.no_rope_freq, args.seq_length, ranks)
+    yield from megatron_choice.problems(extras, args)
     rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
-    if args.rope_parameters and not rotary:
+    if extras.rope_parameters and not rotary:
         yield (
             "--rope-parameters has no effect without --position-embedding-type rope, or with "
             "--multi-latent-attention, which has --rope-type yarn: drop it"
         )
-    elif args.rope_parameters:
+    elif extras.rope_parameters:
         try:
-            RopeParameters.of(args.rope_parameters)
+            RopeParameters.of(extras.rope_parameters)
         except ConfigError as error:
             yield str(error)
 
@@ -179,59 +93,80 @@ def with_bias(linear: type) -> type:
 
 def change_spec(args: argparse.Namespace, spec: Any) -> Any:
     """Put the special modules into a layer spec or a block of layer specs."""
+    extras, heads = read(ModelExtras, args), args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    mixed = args.experimental_attention_variant == "gated_delta_net"
+    linear = tuple(linear_pattern(vars(args))) if mixed else None
     layers = getattr(spec, "layer_specs", [spec])
     for layer in {id(layer): layer for layer in layers}.values():  # alike layers share one
         attention = layer.submodules.self_attention.submodules
-        if args.add_dense_bias:
+        if extras.add_dense_bias:
             attention.linear_proj = with_bias(attention.linear_proj)
-        megatron_layers.change_layer_spec(args, layer)
+        megatron_layers.change_layer_spec(extras, layer, heads, groups, linear)
     return spec
 
 
 def change_model(args: argparse.Namespace, model: Any) -> None:
     """Add the extras of a built stage that no layer spec has."""
-    megatron_layers.change_layers(args, model)
-    if args.rope_parameters:
-        _scale_positions(args, model)
-    if args.local_rotary_base:
-        megatron_layers.rotate_locally(args, model)
+    extras = read(ModelExtras, args)
+    with_engine = args.transformer_impl == "transformer_engine"
+    megatron_layers.change_layers(extras, model, with_engine, args.qk_l2_norm)
+    if extras.rope_parameters:
+        _scale_positions(extras.rope_parameters, args.rotary_base, model)
+    if extras.local_rotary_base:
+        rotation = megatron_layers.LocalRotation(
+            extras.local_rotary_base,
+            _first_frequency(args, extras.rope_parameters),
+            args.rotary_interleaved,
+        )
+        megatron_layers.rotate_locally(rotation, args.window_attn_skip_freq, model)
     if hasattr(model, "embedding"):
-        if args.embed_layernorm:
+        if extras.embed_layernorm:
             _normalize_embeddings(model)
-        if args.embedding_multiplier != 1.0:
-            scale = functools.partial(_scale, args.embedding_multiplier)
+        if extras.embedding_multiplier != 1.0:
+            scale = functools.partial(_scale, extras.embedding_multiplier)
             model.embedding.word_embeddings.register_forward_hook(scale)
     if not model.post_process:
         return
-    if args.logits_divisor != 1.0 or args.final_logit_softcap:
-        bound = functools.partial(_bound_logits, args.logits_divisor, args.final_logit_softcap)
+    if extras.logits_divisor != 1.0 or extras.final_logit_softcap:
+        bound = functools.partial(_bound_logits, extras.logits_divisor, extras.final_logit_softcap)
         model.output_layer.register_forward_hook(bound)
-    if args.lm_norm_weight:
+    if extras.lm_norm_weight:
         # Fused weight gradients would go past the normalisation, into a buffer.
         model.output_layer.gradient_accumulation_fusion = False
         model.output_layer.register_forward_pre_hook(_normalize_weight, with_kwargs=True)
-    if args.z_loss_weight:
-        _add_z_loss(args.z_loss_weight, model)
-    if args.mask_padded_vocab and args.vocab_size and args.vocab_size < args.padded_vocab_size:
-        mask = functools.partial(_mask_padding, args.vocab_size)
+    if extras.z_loss_weight:
+        _add_z_loss(extras.z_loss_weight, model)
+    vocab_size = args.vocab_size
+    if extras.mask_padded_vocab and vocab_size and vocab_size < args.padded_vocab_size:
+        mask = functools.partial(_mask_padding, vocab_size)
         model.output_layer.register_forward_hook(mask)
 
 
-def _scale_positions(args: argparse.Namespace, model: Any) -> None:
+def _scale_positions(parameters: str, base: int, model: Any) -> None:
     """Other frequencies in the rotary embedding, and a factor on its sine and cosine."""
-    scaling = RopeParameters.of(args.rope_parameters)
+    scaling = RopeParameters.of(parameters)
     scale_rotation(model.config, scaling.scale, f"--rope-parameters {scaling.rope_type}")
     rotary = model.rotary_pos_emb
     channels = 2 * rotary.inv_freq.numel()
     plain = rotary.get_freqs_non_repeated
 
     def scaled(max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        frequencies = scaling.frequencies(args.rotary_base, channels, max_seq_len)
+        frequencies = scaling.frequencies(base, channels, max_seq_len)
         rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
         return plain(max_seq_len, offset)
 
     rotary.get_freqs_non_repeated = scaled
     rotary.depends_on_length = scaling.depends_on_length
+
+
+def _first_frequency(args: argparse.Namespace, scaled_by: str | None) -> float:
+    """Radians per position of the model's first pair of channels: 1, unless it is scaled."""
+    if scaled_by:
+        channels = int(args.kv_channels * args.rotary_percent)
+        scaling = RopeParameters.of(scaled_by)
+        return float(scaling.frequencies(args.rotary_base, channels, 1)[0])
+    return 1.0 / (args.rotary_seq_len_interpolation_factor or 1)
 
 
 def _scale(factor: float, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

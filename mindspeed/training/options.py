@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed.flags import flag
-from mindspeed.models.model_extras import ModelExtras
+from mindspeed.models.extra_flags import ModelExtras
 from mindspeed.preference.losses import LossType
 from mindspeed.ranges import (
     ABOVE_ZERO,

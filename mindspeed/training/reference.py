@@ -40,8 +40,8 @@ from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_writer
 from mindspeed.job import Batch
 from mindspeed.lora import adapted, switched_off
+from mindspeed.models.extra_flags import PLAIN
 from mindspeed.models.hf_load import folder_of, is_hf
-from mindspeed.models.model_extras import PLAIN
 from mindspeed.preference.answers import Answers, answers_of
 from mindspeed.preference.losses import PreferenceLoss
 from mindspeed.training import data, setup
