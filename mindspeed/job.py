@@ -1,4 +1,4 @@
-"""A training job in typed values: layout, batch, precision, schedule, and how far it is.
+"""A training job in typed values: layout, sharding, batch, precision, schedule, how far it is.
 
     parallel = Parallel.of(args)
     parallel.model            # ranks that hold one copy of the model
@@ -77,6 +77,40 @@ class Parallel:
     def first_rank_of(self, stage: int) -> int:
         inner = self.tensor * self.context
         return stage * inner * (1 if self.pipeline_innermost else self.data)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What data-parallel ranks share of their copies of the model, and when they communicate.
+
+    Attributes:
+        distributed_optimizer: each updates a part of the parameters and has the states of these.
+        stage: of ZeRO, by Megatron-FSDP: 2 shards gradients, 3 parameters too; 0 without it.
+        overlap_gradients: gradients are reduced while backward runs.
+        overlap_parameters: parameters are gathered while forward runs.
+    """
+
+    distributed_optimizer: bool = False
+    stage: int = 0
+    overlap_gradients: bool = False
+    overlap_parameters: bool = False
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Sharding:
+        """Read from final values, or those in a checkpoint of a release that has less to share."""
+        values = vars(args)
+        parameters = values.get("data_parallel_sharding_strategy") == "optim_grads_params"
+        return cls(
+            distributed_optimizer=bool(args.use_distributed_optimizer),
+            stage=(3 if parameters else 2) if values.get("use_megatron_fsdp") else 0,
+            overlap_gradients=bool(values.get("overlap_grad_reduce")),
+            overlap_parameters=bool(values.get("overlap_param_gather")),
+        )
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether Megatron-FSDP holds the parameters."""
+        return self.stage > 0
 
 
 @dataclass(frozen=True)

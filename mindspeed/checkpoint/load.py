@@ -29,7 +29,7 @@ from mindspeed.checkpoint.state import model_key, restore_rng, sharding_metadata
 from mindspeed.checkpoint.weights.convert import open_weights
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.features.registry import lacking_states
-from mindspeed.job import TrainState
+from mindspeed.job import Sharding, TrainState
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.hf_load import folder_of, load_hf, local_shards
 from mindspeed.models.shape import shape_of
@@ -218,15 +218,15 @@ def _check_optimizer(
             f"{path}: its optimizer has no {' and no '.join(states)}; load without its states "
             "(--no-load-optim)"
         )
-    kind = metadata.get("distrib_optim_sharding_type")
+    kind, sharding = metadata.get("distrib_optim_sharding_type"), Sharding.of(args)
     if kind is None:
-        readable, instead = not args.use_distributed_optimizer, "continue with --zero-stage 0"
-    elif not args.use_distributed_optimizer:
+        readable, instead = not sharding.distributed_optimizer, "continue with --zero-stage 0"
+    elif not sharding.distributed_optimizer:
         # The fp32 copies of 16-bit parameters have another name in each of the two optimizers.
         half = any(getattr(run, name, False) for run in (args, saved) for name in ("bf16", "fp16"))
         readable = kind == fsdp_state.SHARDING and not half
         instead = "continue with --use-distributed-optimizer (--zero-stage 1)"
-    elif args.use_megatron_fsdp:
+    elif sharding.fsdp:
         readable = kind == fsdp_state.SHARDING
         instead = (
             "continue with --zero-stage 1, or save it with --dist-ckpt-optim-fully-reshardable"

@@ -24,15 +24,16 @@ from mindspeed.adaptor.versions.checkpoints import optimizer_state, sharding
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
 from mindspeed.flags import GIVEN
-from mindspeed.job import Parallel, TrainState
+from mindspeed.job import Parallel, Sharding, TrainState
 from mindspeed.lora.state import sharded_state as adapter_state
 
 
 def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
     """How the optimizer state is sharded; stored in the checkpoint."""
-    if not args.use_distributed_optimizer:
+    shared = Sharding.of(args)
+    if not shared.distributed_optimizer:
         return sharding(distributed=False)
-    fully = args.dist_ckpt_optim_fully_reshardable or args.use_megatron_fsdp
+    fully = args.dist_ckpt_optim_fully_reshardable or shared.fsdp
     return sharding(distributed=True, fully=fully)
 
 

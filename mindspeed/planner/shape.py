@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.registry import uneven_layers
-from mindspeed.job import Batch, Parallel, Precision
+from mindspeed.job import Batch, Parallel, Precision, Sharding
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
@@ -171,18 +171,19 @@ def shape_of(args: argparse.Namespace) -> Shape:
     from mindspeed.training.token_counts import training_flops
 
     parallel, batch, precision = Parallel.of(args), Batch.of(args), Precision.of(args)
+    sharding = Sharding.of(args)
     pp = parallel.pipeline
     length = args.seq_length // parallel.context
     if args.sequence_parallel:
         length //= parallel.tensor
     counts = layers_of_stages(vars(args)) if pp > 1 else (args.num_layers,)
-    full = args.recompute_granularity == "full"
-    uniform = full and args.recompute_method == "uniform"
+    method = args.recompute_method if args.recompute_granularity == "full" else None
+    again = args.recompute_num_layers
     return Shape(
         request=request_of(args) if pp > 1 else ScheduleRequest(),
         ranks=pp,
         chunks=parallel.chunks or 1,
-        stages=_stages(args, counts),
+        stages=_stages(args, counts, again if method == "block" else 0),
         micro_batches=micro_batches(args),
         data_parallel=parallel.data,
         devices=parallel.world,
@@ -192,19 +193,18 @@ def shape_of(args: argparse.Namespace) -> Shape:
         expert_tensor=parallel.expert_tensor,
         message=batch.micro * length * args.hidden_size * precision.element,
         overlap_messages=bool(args.overlap_p2p_comm) and pp > 1,
-        overlap_gradients=bool(args.overlap_grad_reduce),
-        overlap_parameters=bool(args.overlap_param_gather),
-        distributed_optimizer=bool(args.use_distributed_optimizer),
+        overlap_gradients=sharding.overlap_gradients,
+        overlap_parameters=sharding.overlap_parameters,
+        distributed_optimizer=sharding.distributed_optimizer,
         model_flops=training_flops(args, batch.whole),
         tokens=batch.whole * args.seq_length,
         dtype=precision.name,
         whole_only=whole_only(args) or _pairs(args),
-        shards_gradients=(vars(args).get("zero_stage") or 0) > 1
-        or bool(vars(args).get("use_megatron_fsdp")),
-        recomputed_together=args.recompute_num_layers or 1 if uniform else 0,
-        recomputes_some=full and args.recompute_method == "block",
+        shards_gradients=sharding.fsdp,
+        recomputed_together=again or 1 if method == "uniform" else 0,
+        recomputes_some=method == "block",
         predictions=args.mtp_num_layers or 0,
-        bucket=_bucket(args, parallel.data) if args.overlap_grad_reduce else 0,
+        bucket=_bucket(args, parallel.data) if sharding.overlap_gradients else 0,
         rows_again=vars(args).get("moe_zero_memory") == "level0",
         uneven=loads_of(args).more(args),
     )
@@ -215,15 +215,16 @@ def _bucket(args: argparse.Namespace, data_parallel: int) -> int:
     return args.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel)
 
 
-def _stages(args: argparse.Namespace, counts: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
-    """Kinds of the layers of each stage."""
+def _stages(
+    args: argparse.Namespace, counts: tuple[int, ...], again: int
+) -> tuple[tuple[str, ...], ...]:
+    """Kinds of the layers of each stage; arguments as for :func:`spread`."""
     from mindspeed.profiling.model_flops import moe_pattern
 
     noop = indices_of(getattr(args, "noop_layers", None))
     kinds = [EXPERT if expert else DENSE for expert in moe_pattern(vars(args))]
     kinds = [NOOP if i in noop else kind for i, kind in enumerate(kinds)]
-    block = args.recompute_granularity == "full" and args.recompute_method == "block"
-    return spread(kinds, counts, args.recompute_num_layers if block else 0)
+    return spread(kinds, counts, again)
 
 
 def spread(kinds: list[str], counts: tuple[int, ...], again: int) -> tuple[tuple[str, ...], ...]:

@@ -29,7 +29,7 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
 from mindspeed.errors import ConfigError
 from mindspeed.flags import read
-from mindspeed.job import Batch, Schedule, TrainState
+from mindspeed.job import Batch, Schedule, Sharding, TrainState
 from mindspeed.session.reached import describe
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, Reports, checked, sum_reports
@@ -213,7 +213,8 @@ class _ParameterGathering:
 
     def __init__(self, args: argparse.Namespace, model: TrainedModel) -> None:
         self._model = model
-        self._wanted = args.use_distributed_optimizer and args.overlap_param_gather
+        sharding = Sharding.of(args)
+        self._wanted = sharding.distributed_optimizer and sharding.overlap_parameters
         self._on = False
         if self._wanted:
             self._param_sync_func = model.config.param_sync_func

@@ -46,7 +46,7 @@ from mindspeed.adaptor.versions.trainer import (
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
-from mindspeed.job import Parallel, Precision, Schedule
+from mindspeed.job import Parallel, Precision, Schedule, Sharding
 from mindspeed.lora import adapted, initial
 from mindspeed.lora.config import is_adapter_weight
 from mindspeed.lora.linear import summed_over_tp
@@ -154,11 +154,12 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     attach_by_flags(modules, args)
     num_parameters = sum(p.numel() for module in modules for p in module.parameters())
     ddp = ddp_config(args, num_parameters)
-    if args.use_megatron_fsdp:
+    fsdp = Sharding.of(args).fsdp
+    if fsdp:
         _load_unsharded(args, config, modules)
     chunks = [
         zero.shard(config, ddp, module)
-        if args.use_megatron_fsdp
+        if fsdp
         else DistributedDataParallel(
             config=config,
             ddp_config=ddp,
@@ -192,7 +193,7 @@ def _never_whole(args: argparse.Namespace) -> bool:
     """Whether nothing needs the weights of a stage before Megatron-FSDP shards them."""
     adapters = args.lora_target_modules or args.lora_load
     whole = adapters or args.data_parallel_random_init or (args.load and needs_whole_stages(args))
-    return bool(args.use_megatron_fsdp and not whole)
+    return Sharding.of(args).fsdp and not whole
 
 
 def _replicas(parameter: torch.Tensor) -> Any:
@@ -301,11 +302,12 @@ def connect(
     if adapted(chunks):
         config.finalize_model_grads_func = summed_over_tp(finalize_model_grads)
     single = partial(_one_or_all, len(chunks) == 1)
-    if args.overlap_grad_reduce:
+    sharding = Sharding.of(args)
+    if sharding.overlap_gradients:
         config.no_sync_func = single([chunk.no_sync for chunk in chunks])
         if args.align_grad_reduce:
             config.grad_sync_func = single([chunk.start_grad_sync for chunk in chunks])
-    if args.overlap_param_gather and args.align_param_gather:
+    if sharding.overlap_parameters and args.align_param_gather:
         config.param_sync_func = single([chunk.start_param_sync for chunk in chunks])
 
 

@@ -221,6 +221,7 @@ MAY_READ_FACTS = {
     "training/resolve_run.py": "final values",
     "training/data.py": "final values: the vocabulary of the tokenizer",
     "training/setup.py": "Megatron's process groups",
+    "training/zero.py": "final values: what --zero-stage stands for",
     "training/configs.py": "Megatron's configurations",
     "training/sinks.py": "the length of the progress bar",
     "training/step.py": "whether losses are scaled, next to the flags of the scale",

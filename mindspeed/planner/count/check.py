@@ -21,11 +21,17 @@ import torch
 
 from mindspeed.adaptor.repairs.experts.memory_estimate import has_unknown_experts
 from mindspeed.instruments.ledger import Communication
-from mindspeed.job import Batch, Parallel
+from mindspeed.job import Batch, Parallel, Sharding
 from mindspeed.planner import isolated
 from mindspeed.planner.count.counted_step import CountedStep, count_step
-from mindspeed.profiling.model_flops import moe_pattern
+from mindspeed.profiling.model_flops import (
+    ModelShape,
+    attention_products,
+    mlp_weights,
+    moe_pattern,
+)
 from mindspeed.training.fake_job import rank_in_stage
+from mindspeed.training.token_counts import model_shape
 
 Progress = Callable[[int, int], None]
 """Progress callback: how many parts are done, and the total."""
@@ -143,7 +149,7 @@ def counted_rank(args: argparse.Namespace) -> str:
     quantized = args.quant_states or torch.uint8 in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
     if args.optimizer == "dist_muon":
         why = "--optimizer dist_muon gives whole parameters to ranks"
-    elif quantized and args.quant_states_exempt and args.use_distributed_optimizer:
+    elif quantized and args.quant_states_exempt and Sharding.of(args).distributed_optimizer:
         why = "parameters that --quant-states-exempt leaves in fp32 are on some ranks only"
     else:
         return ""
@@ -218,50 +224,43 @@ def megatron_formula(args: argparse.Namespace, micro_batches: int) -> float | No
     """
     if args.multi_latent_attention or has_unknown_experts(vars(args)):
         return None
-    return _weights_and_optimizer(args) + _activations(args, micro_batches)
+    shape = replace(model_shape(args), output_gate=False)
+    return _weights_and_optimizer(args, shape) + _activations(args, shape, micro_batches)
 
 
-def _weights_and_optimizer(args: argparse.Namespace) -> float:
-    pattern = moe_pattern(vars(args))
-    extra = args.mtp_num_layers or 0
+def _weights_and_optimizer(args: argparse.Namespace, shape: ModelShape) -> float:
+    pattern, hidden = moe_pattern(vars(args)), shape.hidden_size
     sparse, last = sum(pattern), pattern[-1] if pattern else 0
-    norm = args.hidden_size * (1 if args.normalization == "RMSNorm" else 2)
+    norm = hidden * (1 if args.normalization == "RMSNorm" else 2)
     widths = {
-        0: args.ffn_hidden_size,
-        1: (args.moe_ffn_hidden_size or 0) * (args.num_experts or 1)
-        + (args.moe_shared_expert_intermediate_size or 0),
+        0: shape.ffn_hidden_size,
+        1: shape.moe_ffn_hidden_size * (args.num_experts or 1) + shape.shared_expert_size,
     }
-    layer = {kind: _layer(args, width) + 2 * norm for kind, width in widths.items()}
+    attention = attention_products(shape).weights
+    layer = {
+        kind: attention + mlp_weights(shape, width) + 2 * norm for kind, width in widths.items()
+    }
     block = layer[0] * (len(pattern) - sparse) + layer[1] * sparse + norm
-    edge = args.hidden_size * args.padded_vocab_size
+    edge = hidden * shape.vocab_size
     parallel = Parallel.of(args)
     untied_here = args.untie_embeddings_and_output_weights and parallel.pipeline == 1
-    fullest = block / parallel.pipeline + extra * layer[last] + edge * (2 if untied_here else 1)
-    shared = args.use_distributed_optimizer
-    each = 6 + 12 / parallel.data if shared else 18
+    fullest = block / parallel.pipeline + edge * (2 if untied_here else 1)
+    fullest += shape.mtp_layers * layer[last]
+    each = 6 + 12 / parallel.data if Sharding.of(args).distributed_optimizer else 18
     return each * fullest / parallel.tensor
 
 
-def _layer(args: argparse.Namespace, width: int) -> float:
-    """Parameters of the matrices of attention and of an MLP."""
-    query = args.kv_channels * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    gated = args.swiglu or args.quick_geglu or args.geglu
-    attention = 2 * args.hidden_size * query * (1 + groups / args.num_attention_heads)
-    return attention + args.hidden_size * width * (3 if gated else 2)
-
-
-def _activations(args: argparse.Namespace, micro_batches: int) -> float:
-    parallel, hidden = Parallel.of(args), args.hidden_size
-    tokens, tp, stages = args.seq_length * Batch.of(args).micro, parallel.tensor, parallel.pipeline
+def _activations(args: argparse.Namespace, shape: ModelShape, micro_batches: int) -> float:
+    parallel, hidden = Parallel.of(args), shape.hidden_size
+    tokens, tp, stages = shape.seq_length * Batch.of(args).micro, parallel.tensor, parallel.pipeline
     parted = args.sequence_parallel and args.recompute_granularity == "selective"
-    layer = 18 * hidden + 4 * args.ffn_hidden_size if parted else hidden * (10 + 24 / tp)
+    layer = 18 * hidden + 4 * shape.ffn_hidden_size if parted else hidden * (10 + 24 / tp)
     kept = layer * args.num_layers + (8 + hidden) * stages
     if parallel.chunks is not None:
         kept *= 1 + (stages - 1) / (stages * parallel.chunks)
     elif stages > 1:
         kept *= min(1, micro_batches / stages)
     if stages == 1:
-        vocab = args.padded_vocab_size
+        vocab = shape.vocab_size
         kept += 4 * (hidden + vocab) if parted else 2 * (vocab / tp + hidden)
     return float(tokens * kept / tp if parted else 1.05 * tokens * kept)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.errors import ConfigError
-from mindspeed.job import Parallel
+from mindspeed.job import Parallel, Sharding
 from mindspeed.journal import Journal
 
 
@@ -41,7 +41,7 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
     with fake_groups(rank, Parallel.of(args).world), loop_of(args).started(args):
         try:
             _answer_with_constants(journal)
-            if args.use_megatron_fsdp:
+            if Sharding.of(args).fsdp:
                 keep_meshes_real(journal)
                 _leave_other_ranks_out(journal)
             yield
@@ -73,7 +73,7 @@ def _refuse(args: argparse.Namespace) -> None:
     for name, (flag, reason) in _REFUSED.items():
         if getattr(args, name, False):
             raise ConfigError(f"{flag} cannot be planned: {reason}")
-    if args.use_megatron_fsdp and args.num_experts:
+    if Sharding.of(args).fsdp and args.num_experts:
         raise ConfigError(
             "--zero-stage 2 and 3 (--use-megatron-fsdp) cannot be planned with --num-experts: "
             "take --zero-stage 1"

@@ -29,7 +29,7 @@ from mindspeed.built_model import TrainedModel, unwrap
 from mindspeed.device.wrapped_tensors import held
 from mindspeed.instruments.clock import TimedCall, VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
-from mindspeed.job import Parallel
+from mindspeed.job import Parallel, Sharding
 from mindspeed.pipeline.placed_stages import flag_of
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.count.layer_costs import (
@@ -98,7 +98,7 @@ def parts(
         with scopes_set(clock, step.model), memory.watching(clock, step.model), clock:
             step.run()
         parameters = _parameters(step.model)
-    sharded = bool(args.use_megatron_fsdp)
+    sharded = Sharding.of(args).fsdp
     costs = by_scope(_placed(one, sharded) for one in clock.intervals if one.scope != START)
     groups: list[_Group] = []
     for scope, phases in costs.items():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed.features.registry import options
+from mindspeed.job import Sharding
 from mindspeed.planner.layout import Layout, Recompute
 
 _SIZES = {
@@ -80,7 +81,7 @@ def changes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
         yield Change("sequence parallelism", replace(layout, sequence_parallel=True))
     yield from _memory(layout, args)
     for what, flags in _OVERLAPS.items():
-        parted = args.use_distributed_optimizer or "overlap_param_gather" not in flags
+        parted = Sharding.of(args).distributed_optimizer or "overlap_param_gather" not in flags
         if layout.dp > 1 and parted and not all(getattr(args, name) for name in flags):
             yield Change(what, layout, flags, SPEED)
 
@@ -120,7 +121,7 @@ def _memory(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
         if name not in used:
             changed = replace(layout, memory=tuple(sorted([*used, name])))
             yield Change(one.what, changed, may=BOTH if one.faster else MEMORY_ONLY)
-    if not args.use_distributed_optimizer and layout.dp * layout.cp > 1:
+    if not Sharding.of(args).distributed_optimizer and layout.dp * layout.cp > 1:
         yield Change("distributed optimizer", replace(layout, optimizer="distributed"))
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed.features.registry import options
-from mindspeed.job import Precision
+from mindspeed.job import Precision, Sharding
 from mindspeed.optimizer.rules import chosen
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import Layout, memory_flags
@@ -59,30 +59,32 @@ class Bounds:
         self._layers, self._sparse = dense + sparse, sparse / max(1, dense + sparse)
         self._equal = not (dense and sparse) and dense + sparse == args.num_layers
         precision = Precision.of(args)
-        self._hidden = args.hidden_size * precision.element
-        attention = attention_products(model).weights
+        self._hidden = model.hidden_size * precision.element
+        attention = attention_products(model)
         shared = mlp_weights(model, model.shared_expert_size)
         plain = mlp_weights(model, model.ffn_hidden_size)
         expert = mlp_weights(model, model.moe_ffn_hidden_size)
         count = max(1, dense + sparse)
-        self._dense = (dense * (attention + plain) + sparse * (attention + shared)) / count
+        each = attention.weights
+        self._dense = (dense * (each + plain) + sparse * (each + shared)) / count
         self._expert = sparse * (args.num_experts or 0) * expert / count
-        self._edge = args.padded_vocab_size * args.hidden_size
+        self._edge = model.vocab_size * model.hidden_size
         self._tied = not args.untie_embeddings_and_output_weights
 
-        heads = args.num_attention_heads * 2 * (args.kv_channels or 0)
-        seen = args.seq_length / 2 if self._is_causal(args) else 0.0
-        active = sparse * args.moe_router_topk * expert / count if sparse else 0.0
+        seen = model.seq_length / 2 if self._is_causal(args) else 0.0
+        active = sparse * model.moe_topk * expert / count
         per_token = self._dense + active
-        self._layer_flops, self._head_flops = 2 * (per_token + heads * seen), 2 * self._edge
-        self._tokens = args.seq_length
+        self._layer_flops = 2 * (per_token + attention.per_key * seen)
+        self._head_flops = 2 * self._edge
+        self._tokens = model.seq_length
         device = cluster.device
         self._device, self._rates = device, dict[str | None, float]()
         self._repeats_all = not args.optimize_recomp_communication_level
 
         self._cluster, self._known = cluster, dict[tuple[str, float, int, int], float]()
-        self._waits_for_gradients = not args.overlap_grad_reduce
-        self._waits_for_parameters = not args.overlap_param_gather
+        sharding = Sharding.of(args)
+        self._waits_for_gradients = not sharding.overlap_gradients
+        self._waits_for_parameters = not sharding.overlap_parameters
 
         self._trained = not args.lora_target_modules
         self._base: float = 1 if args.fp8 else precision.element
@@ -90,9 +92,8 @@ class Bounds:
             self._base = 0.5 if base == "nf4" else 1
         self._gradient = precision.element
         self._args, self._states = args, dict[tuple[str, ...] | None, tuple[float, int]]()
-        self._distributed = bool(args.use_distributed_optimizer or args.use_megatron_fsdp)
-        self._stage = 3 if args.data_parallel_sharding_strategy == "optim_grads_params" else 2
-        self._stage *= bool(args.use_megatron_fsdp)
+        self._distributed = sharding.distributed_optimizer or sharding.fsdp
+        self._stage = sharding.stage
 
     @property
     def layer_seconds(self) -> float:
