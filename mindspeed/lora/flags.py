@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Collection, Iterator
 
 from mindspeed.errors import MindSpeedError
+from mindspeed.job import Precision, Sharding
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.load import config_of
 from mindspeed.models.hf_load import is_hf
@@ -34,9 +35,10 @@ def assume_targets(args: argparse.Namespace, given: Collection[str]) -> None:
 
 def complete(args: argparse.Namespace) -> Iterator[str]:
     """Fill in the flags of an adapter that is loaded; yields what cannot be."""
+    load, save, export = args.load, args.save, args.lora_export
     try:
-        if args.auto_resume and tracked(args.save or "") is not None and asked(args):
-            args.lora_load, args.finetune = args.save, False
+        if args.auto_resume and tracked(save or "") is not None and asked(args):
+            args.lora_load, args.finetune = save, False
         if args.lora_load and not _asked_anew(args):
             described = config_of(args.lora_load)
             for flag, field in _DESCRIBED.items():
@@ -48,41 +50,41 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
     except MindSpeedError as error:
         yield str(error)
         return
+    weights = args.base_weights
     if config is None:
-        if args.base_weights:
+        if weights:
             yield (
-                f"--base-weights {args.base_weights} stores weights that are frozen, and without "
+                f"--base-weights {weights} stores weights that are frozen, and without "
                 "adapters all are trained: add --lora-r 16, or drop it"
             )
-        if args.lora_export:
+        if export:
             yield "--lora-export needs --lora-target-modules or --lora-load"
         return
-    if args.load is None and not args.dry_run:
+    if load is None and not args.dry_run:
         yield "adapters change a trained model: name it with --load (or --load hf:DIR)"
-    if args.load is not None and args.load == args.save:
-        yield f"--save {args.save} is the base model of --load; give the adapter its own directory"
-    if args.lora_export and args.save is None:
+    if load is not None and load == save:
+        yield f"--save {save} is the base model of --load; give the adapter its own directory"
+    if export and save is None:
         yield "--lora-export needs --save"
     if indices_of(getattr(args, "noop_layers", None)):
         yield "--noop-layers cannot be combined with adapters: drop one"
-    if args.lora_plus_lr_ratio != 1 and {"embed_tokens", "word_embeddings"} & set(
-        config.target_modules
-    ):
+    ratio = args.lora_plus_lr_ratio
+    if ratio != 1 and {"embed_tokens", "word_embeddings"} & set(config.target_modules):
         yield (
-            f"--lora-plus-lr-ratio {args.lora_plus_lr_ratio:g}: embeddings have a learning rate of "
+            f"--lora-plus-lr-ratio {ratio:g}: embeddings have a learning rate of "
             "their own in LoRA+; leave out embed_tokens, or the ratio"
         )
-    if args.base_weights:
+    if weights:
         yield from _quantized(args, config)
-    if args.fp8:
+    if Precision.of(args).products == "fp8":
         yield "--fp8-format cannot be combined with adapters: drop one"
 
 
 def _quantized(args: argparse.Namespace, config: LoraConfig) -> Iterator[str]:
     """What a base model in fewer bits cannot have."""
-    flag = f"--base-weights {args.base_weights}"
+    flag = f"--base-weights {config.base_weights}"
     yield from unquantizable(args)
-    if args.use_megatron_fsdp or args.zero_stage in (2, 3):
+    if Sharding.of(args).fsdp:
         yield f"{flag} cannot be sharded by Megatron-FSDP; use --zero-stage 1"
     if config.from_base:
         yield f"{flag} has no weights that --lora-init {config.init} could change; use kaiming"
@@ -90,12 +92,12 @@ def _quantized(args: argparse.Namespace, config: LoraConfig) -> Iterator[str]:
 
 def unquantizable(args: argparse.Namespace) -> Iterator[str]:
     """Why the weights of ``--load`` cannot be stored as ``--base-weights`` says."""
-    flag = f"--base-weights {args.base_weights}"
+    flag, load = f"--base-weights {args.base_weights}", args.load
     if args.transformer_impl != "transformer_engine":
         yield f"{flag} needs the linear layers of --transformer-impl transformer_engine"
-    if args.load is not None and not is_hf(args.load) and not args.dry_run:
+    if load is not None and not is_hf(load) and not args.dry_run:
         yield (
-            f"{flag} is quantised one tensor at a time, and --load {args.load} is read whole; "
+            f"{flag} is quantised one tensor at a time, and --load {load} is read whole; "
             "write it for Hugging Face first: mindspeed convert --format hf"
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ from mindspeed.adaptor.versions.trainer import (
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
+from mindspeed.flags import read
 from mindspeed.job import Parallel, Precision, Schedule, Sharding
 from mindspeed.lora import adapted, initial
 from mindspeed.lora.config import is_adapter_weight
@@ -58,6 +60,7 @@ from mindspeed.storage.directory import root_and_iteration
 from mindspeed.te.quantized_weight import QuantizedFormat, quantized_weights, store
 from mindspeed.training import sharded_init, zero
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
+from mindspeed.training.options import LoraOptions, ModelOptions, OptimizerOptions
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
 
@@ -86,49 +89,58 @@ def gpt_options(
 ) -> dict[str, Any]:
     """Arguments of Megatron's ``GPTModel``."""
     spec = model_extras.change_spec(args, layer_spec(args, config, vp_stage))
-    alibi = args.position_embedding_type == "alibi"  # belongs to the attention
+    model, positions = read(ModelOptions, args), args.position_embedding_type
     return dict(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        fp16_lm_cross_entropy=model.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not (
-            args.untie_embeddings_and_output_weights or args.objective == "reward"
+            model.untie_embeddings_and_output_weights or args.objective == "reward"
         ),
-        position_embedding_type="none" if alibi else args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        # ALiBi belongs to the attention.
+        position_embedding_type="none" if positions == "alibi" else positions,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         mtp_block_spec=_mtp_spec(args, config, spec, vp_stage),
         vp_stage=vp_stage,
     )
 
 
+@dataclass(frozen=True)
+class _LayerKind:
+    """Options of Megatron's layer specs, by its names for them."""
+
+    use_transformer_engine: bool
+    normalization: str
+    qk_l2_norm: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _LayerKind:
+        engine = args.transformer_impl == "transformer_engine"
+        return cls(engine, args.normalization, args.qk_l2_norm)
+
+
 def layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Megatron's layer spec; features change it (seam ``layer_spec``)."""
-    engine = args.transformer_impl == "transformer_engine"
+    kind = _LayerKind.of(args)
     if args.num_experts:
-        return get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=engine,
-            normalization=args.normalization,
-            qk_l2_norm=args.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
+        return get_gpt_decoder_block_spec(config, **vars(kind), vp_stage=vp_stage)
     shared: dict[str, Any] = {
         "qk_layernorm": args.qk_layernorm,
         "multi_latent_attention": args.multi_latent_attention,
-        "qk_l2_norm": args.qk_l2_norm,
+        "qk_l2_norm": kind.qk_l2_norm,
     }
-    if engine:
+    if kind.use_transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(**shared)
-    return get_gpt_layer_local_spec(normalization=args.normalization, **shared)
+    return get_gpt_layer_local_spec(normalization=kind.normalization, **shared)
 
 
 def _mtp_spec(
@@ -136,14 +148,10 @@ def _mtp_spec(
 ) -> Any:
     if not args.mtp_num_layers:
         return None
-    engine = args.transformer_impl == "transformer_engine"
+    kind = _LayerKind.of(args)
     if args.num_experts:
-        spec = last_decoder_layer(
-            config,
-            use_transformer_engine=engine,
-            normalization=args.normalization,
-            qk_l2_norm=args.qk_l2_norm,
-        )
+        spec = last_decoder_layer(config, **vars(kind))
+    engine = kind.use_transformer_engine
     return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
 
 
@@ -241,14 +249,14 @@ def build_modules(
 
 def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOptimizer:
     """Megatron's optimizer; features choose its arguments and wrap it (seam ``optimizer``)."""
-    config = optimizer_config(args)
+    config, name, ratio = optimizer_config(args), args.optimizer, args.lora_plus_lr_ratio
     shared = optimizer_overrides(config)
-    if args.lora_plus_lr_ratio != 1:
-        with_rate(shared, config, args.lora_plus_lr_ratio, "lora_plus", _is_faster)
+    if ratio != 1:
+        with_rate(shared, config, ratio, "lora_plus", _is_faster)
     shared["use_gloo_process_groups"] = args.enable_gloo_process_groups
-    if "muon" not in args.optimizer:
+    if "muon" not in name:
         return get_megatron_optimizer(config, chunks, **shared)
-    by_layer = args.optimizer == "dist_muon"  # each rank updates some of the layers
+    by_layer = name == "dist_muon"  # each rank updates some of the layers
     shared["layer_wise_distributed_optimizer"] = by_layer
     construction = session.install().seams.optimizer_construction
     return construction.build(muon_builder(), config, chunks, **shared)  # type: ignore[no-any-return]
@@ -263,23 +271,23 @@ def learning_rate_schedule(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
     """Learning rate and weight decay over samples."""
-    schedule = Schedule.of(args)
+    schedule, options = Schedule.of(args), read(OptimizerOptions, args)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=args.lr_warmup_init,
+        init_lr=options.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
         lr_warmup_steps=schedule.warmup,
         lr_decay_steps=schedule.decay,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.start_weight_decay,
+        end_wd=options.end_weight_decay,
         wd_incr_steps=schedule.samples,
-        wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        wd_incr_style=options.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=options.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=options.override_opt_param_scheduler,
         wsd_decay_steps=schedule.last_decay,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        lr_wsd_decay_style=options.lr_wsd_decay_style,
     )
 
 
@@ -320,10 +328,11 @@ def load_base(args: argparse.Namespace, model: BuiltModel) -> None:
     base = argparse.Namespace(**vars(args))
     base.finetune = base.exit_on_missing_checkpoint = True
     load(base, model)
-    if args.lora_load is None:
+    adapter = args.lora_load
+    if adapter is None:
         initial.begin(model.chunks)
-    elif is_peft(args.lora_load):
-        load_adapter(model.chunks, args.lora_load)
+    elif is_peft(adapter):
+        load_adapter(model.chunks, adapter)
 
 
 def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
@@ -335,10 +344,11 @@ def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | N
     if not is_sharded(model.chunks[0]):  # there it was loaded while it was whole
         load_base(args, model)
         model.optimizer.reload_model_params()
-    if args.lora_load is None or is_peft(args.lora_load):
+    adapter = args.lora_load
+    if adapter is None or is_peft(adapter):
         return None
     own = argparse.Namespace(**vars(args))
-    own.load, own.ckpt_step = root_and_iteration(args.lora_load)
+    own.load, own.ckpt_step = root_and_iteration(adapter)
     own.exit_on_missing_checkpoint = True
     loaded = load(own, model, adapter=True)
     for module in model.modules:
@@ -353,5 +363,7 @@ def left_out(args: argparse.Namespace) -> AbstractContextManager[Any]:
 
 def store_weights(args: argparse.Namespace, module: torch.nn.Module, place: torch.device) -> None:
     """Give the linear layers of a stage their weights, in the form of the flags."""
-    if args.base_weights:
-        store(module, QuantizedFormat(args.base_weights, args.double_quantization), place)
+    adapters = read(LoraOptions, args)
+    if adapters.base_weights:
+        form = QuantizedFormat(adapters.base_weights, adapters.double_quantization)
+        store(module, form, place)
