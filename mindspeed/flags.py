@@ -8,7 +8,7 @@
 ``--swap-attention`` and ``--swap-modules`` follow from it. Values are taken from the command line,
 else the environment variable, else a configuration file, else the default.
 
-:func:`read` makes the dataclass of final values.
+:func:`read` makes the dataclass of final values; :func:`changed` is a namespace with other values.
 
 A value does not tell whether somebody gave it: the default can be typed, too. So the parser records
 the names that were given (:func:`record_given`), and the record travels in the namespace.
@@ -17,6 +17,7 @@ the names that were given (:func:`record_given`), and the record travels in the 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import os
@@ -109,6 +110,13 @@ def read(options: type[Options], args: argparse.Namespace) -> Options:
     values = vars(args)
     known = {item.name for item in flags_of(options)} & values.keys()
     return options(**{name: values[name] for name in known})
+
+
+def changed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    """A copy of a namespace with other values of some flags."""
+    copied = copy.copy(args)
+    vars(copied).update(values)
+    return copied
 
 
 def add_flags(

@@ -62,7 +62,6 @@ feature is detached.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
@@ -76,6 +75,7 @@ from mindspeed.adaptor.pipeline_ends import readers_patches
 from mindspeed.adaptor.printing import print_rank_last
 from mindspeed.adaptor.seam import Seam, SeamTable, Use, owner_of
 from mindspeed.adaptor.signatures import bind
+from mindspeed.flags import changed
 from mindspeed.journal import Journal
 from mindspeed.te import attention_policy, comm, kernels, local_linears, optimizer_policy
 
@@ -207,10 +207,12 @@ def _computing_layers(seams: SeamTable) -> tuple[Patch, ...]:
             from mindspeed.profiling.model_flops import window_pattern
 
             layers = layers_of(vars(args))
-            seen = copy.copy(args)
-            seen.window_attn_skip_freq = window_pattern(vars(args), seams.computing_layers.pipe)
-            seen.num_layers = len(layers)
-            seen.moe_layer_freq = [int(moe) for moe in layers]
+            seen = changed(
+                args,
+                window_attn_skip_freq=window_pattern(vars(args), seams.computing_layers.pipe),
+                num_layers=len(layers),
+                moe_layer_freq=[int(moe) for moe in layers],
+            )
             return original(seen, *rest, **kwargs)
 
         return num_floating_point_operations

@@ -8,7 +8,6 @@ With magnitudes m (DoRA) every row of the sum gets its length: ``W := m (W + s B
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError, ConfigError
+from mindspeed.flags import changed
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted_layers, detach
 from mindspeed.lora.config import EMBEDDING, HEAD, OUTPUT, WHOLE, is_end
@@ -87,10 +87,10 @@ class Merged(WeightSource):
 
     def __init__(self, source: WeightSource, adapter: str | Path) -> None:
         self._files = peft.read(adapter) if is_peft(adapter) else None
-        args = argparse.Namespace(**vars(source.args))
+        values: dict[str, Any] = {}
         config = config_of(adapter).plain if self._files is None else self._files.config
         if HEAD in config.modules_to_save:
-            args.objective = "reward"  # with the head that was trained beside the adapter
+            values["objective"] = "reward"  # with the head that was trained beside the adapter
         if self._files is None:
             tensors = whole_adapter(adapter, source.shape)
             ends = any(".lora_" in key and is_end(key) for key in tensors)
@@ -98,8 +98,8 @@ class Merged(WeightSource):
         else:
             unties = self._files.unties
         if unties:
-            args.untie_embeddings_and_output_weights = True
-        super().__init__(source.where, args, source.family)
+            values["untie_embeddings_and_output_weights"] = True
+        super().__init__(source.where, changed(source.args, **values), source.family)
         self.unused = source.unused
         self._source, self._adapter = source, adapter
         self._originals = {parameter.name: parameter for parameter in source.table}

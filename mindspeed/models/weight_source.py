@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from mindspeed.errors import CheckpointError
+from mindspeed.flags import changed
 from mindspeed.models.families import Family
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import Parameter, parameters
@@ -72,9 +73,11 @@ class TransformedWeights(WeightSource):
         padded_vocab: int | None = None,
         on_read: Callable[[int], object] = lambda size: None,
     ) -> None:
-        args = argparse.Namespace(**vars(source.args))
-        args.vocab_size = source.shape["vocab"] + added_tokens
-        args.padded_vocab_size = padded_vocab or source.shape["padded_vocab"]
+        args = changed(
+            source.args,
+            vocab_size=source.shape["vocab"] + added_tokens,
+            padded_vocab_size=padded_vocab or source.shape["padded_vocab"],
+        )
         super().__init__(source.where, args, source.family)
         self.unused = source.unused
         self._source = source

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -91,9 +90,8 @@ def modelled_clock(cluster: Cluster) -> Clock:
 @contextlib.contextmanager
 def fake_rank(args: argparse.Namespace, rank: int) -> Iterator[argparse.Namespace]:
     """Make this process a global rank of the job, on FakeTensors; yields a copy of its values."""
-    args = copy.copy(args)
-    with fake_world(args, rank), PlannedTensors():
-        yield args
+    with fake_world(args, rank) as own, PlannedTensors():
+        yield own
 
 
 def wrapper_of(feature: str, flag: str) -> Wrapper:

@@ -47,7 +47,7 @@ from mindspeed.adaptor.versions.trainer import (
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
-from mindspeed.flags import read
+from mindspeed.flags import changed, read
 from mindspeed.job import Parallel, Precision, Schedule, Sharding
 from mindspeed.lora import adapted, initial
 from mindspeed.lora.config import is_adapter_weight
@@ -325,9 +325,7 @@ def _one_or_all(single: bool, functions: list[Any]) -> Any:
 
 def load_base(args: argparse.Namespace, model: BuiltModel) -> None:
     """Load the frozen model, and adapters that are new or have no optimizer. Collective."""
-    base = argparse.Namespace(**vars(args))
-    base.finetune = base.exit_on_missing_checkpoint = True
-    load(base, model)
+    load(changed(args, finetune=True, exit_on_missing_checkpoint=True), model)
     adapter = args.lora_load
     if adapter is None:
         initial.begin(model.chunks)
@@ -347,9 +345,8 @@ def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | N
     adapter = args.lora_load
     if adapter is None or is_peft(adapter):
         return None
-    own = argparse.Namespace(**vars(args))
-    own.load, own.ckpt_step = root_and_iteration(adapter)
-    own.exit_on_missing_checkpoint = True
+    root, iteration = root_and_iteration(adapter)
+    own = changed(args, load=root, ckpt_step=iteration, exit_on_missing_checkpoint=True)
     loaded = load(own, model, adapter=True)
     for module in model.modules:
         initial.take_out(module)

@@ -12,7 +12,6 @@ them:
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed.errors import ConfigError
+from mindspeed.flags import changed
 from mindspeed.job import Parallel
 from mindspeed.lora.attach import meant, unknown
 from mindspeed.lora.load import config_by_flags
@@ -124,14 +124,17 @@ def _tensor_ranks(
 
 def with_fewest_replicas(args: argparse.Namespace) -> argparse.Namespace:
     """A copy of the values with as few data-parallel ranks as the experts need."""
-    args, parallel = copy.copy(args), Parallel.of(args)
+    parallel = Parallel.of(args)
     experts, model = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
     enough = (n for n in range(1, parallel.data) if model * n % experts == 0)
     fewest = next(enough, parallel.data)
-    args.enable_gloo_process_groups = False
-    args.world_size = parallel.world // parallel.data * fewest
-    args.data_parallel_size, args.num_distributed_optimizer_instances = fewest, 1
-    return args
+    return changed(
+        args,
+        enable_gloo_process_groups=False,
+        world_size=parallel.world // parallel.data * fewest,
+        data_parallel_size=fewest,
+        num_distributed_optimizer_instances=1,
+    )
 
 
 def _of_rank(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> RankParameters:

@@ -38,6 +38,7 @@ from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_writer
+from mindspeed.flags import changed
 from mindspeed.job import Batch
 from mindspeed.lora import adapted, switched_off
 from mindspeed.models.extra_flags import PLAIN
@@ -100,9 +101,7 @@ def unloaded_copy(args: argparse.Namespace, provider: ModelProvider) -> list[Any
 def frozen_copy(args: argparse.Namespace, provider: ModelProvider) -> list[Any]:
     """Stages of the reference model, without gradients. Collective."""
     modules = unloaded_copy(args, provider)
-    source = argparse.Namespace(**vars(args))
-    source.load = _source(args)
-    source.finetune = source.exit_on_missing_checkpoint = True
+    source = changed(args, load=_source(args), finetune=True, exit_on_missing_checkpoint=True)
     load(source, BuiltModel(modules[0].config, modules))
     return modules
 

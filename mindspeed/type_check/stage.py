@@ -10,7 +10,6 @@ weights that take no memory until somebody writes to them.
 from __future__ import annotations
 
 import argparse
-import copy
 import inspect
 import traceback
 from collections.abc import Callable, Hashable, Sequence
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.built_model import BuiltModel
 from mindspeed.errors import ConfigError
+from mindspeed.flags import changed
 from mindspeed.job import Parallel
 from mindspeed.journal import Journal
 from mindspeed.planner.count.balanced_routing import (
@@ -153,11 +153,11 @@ def shortened(args: argparse.Namespace) -> argparse.Namespace:
     Args:
         args: final values, of a dry run.
     """
-    args, parallel = copy.copy(args), Parallel.of(args)
+    parallel = Parallel.of(args)
     shared = 2 * parallel.context * parallel.tensor
     length = -(-_SHORT // shared) * shared
     if args.seq_length % shared == 0 and length < args.seq_length:
-        args.seq_length = length
+        return changed(args, seq_length=length)
     return args
 
 
@@ -176,11 +176,10 @@ def check_stage(
         MindSpeedError: the model cannot be built or run; says which package a layer needs.
     """
     rank = Parallel.of(args).first_rank_of(stage)
-    args = copy.copy(args)
     journal = Journal()
     tensors, building = (nullcontext, Unwritten) if with_values else (PlannedTensors, nullcontext)
     routing = balanced_routing if with_values else assumed_routing
-    with fake_world(args, rank), tensors(), routing(args):
+    with fake_world(args, rank) as args, tensors(), routing(args):
         try:
             with building():
                 model = build_model(args)

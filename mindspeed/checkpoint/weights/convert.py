@@ -30,6 +30,7 @@ from mindspeed.checkpoint.weights.torch_dist import (
 )
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.files import atomic_write_text, check_path, harden_tree, make_dirs
+from mindspeed.flags import changed
 from mindspeed.models.families import Family
 from mindspeed.models.hf_files import CONFIG, read_config
 from mindspeed.models.hf_load import folder_of
@@ -201,10 +202,14 @@ def _transformed(
         padded_vocab=padded,
         on_read=on_read,
     )
-    args = weights.args
-    args.transformer_impl = target.transformer_impl or args.transformer_impl
-    args.params_dtype = weights.dtype(weights.table[0])
-    args.bf16, args.fp16 = (args.params_dtype == t for t in (torch.bfloat16, torch.float16))
+    dtype = weights.dtype(weights.table[0])
+    weights.args = changed(
+        weights.args,
+        transformer_impl=target.transformer_impl or weights.args.transformer_impl,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+    )
     return weights
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -197,10 +196,9 @@ def assumed_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterato
 @contextlib.contextmanager
 def planned_rank(args: argparse.Namespace, rank: int) -> Iterator[argparse.Namespace]:
     """Make this process a global rank of the job, on FakeTensors; yields a copy of its values."""
-    args = copy.copy(args)
     imbalance = loads_of(args).imbalance(Parallel.of(args).expert)
-    with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
-        yield args
+    with fake_world(args, rank) as own, PlannedTensors(), assumed_routing(own, imbalance):
+        yield own
 
 
 def _patch(balance: Balance, journal: Journal) -> None:

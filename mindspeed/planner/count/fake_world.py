@@ -18,25 +18,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.errors import ConfigError
+from mindspeed.flags import changed
 from mindspeed.job import Parallel, Sharding
 from mindspeed.journal import Journal
 
 
 @contextlib.contextmanager
-def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
+def fake_world(args: argparse.Namespace, rank: int) -> Iterator[argparse.Namespace]:
     """Create the process groups of a global rank of the job, without communication.
 
     Args:
-        args: final values; options that need values of tensors are changed in place.
+        args: final values.
         rank: global rank.
+
+    Yields:
+        The values of this rank, without options that need values of tensors.
     """
     from mindspeed.planner.count.loop import loop_of
     from mindspeed.training.fake_job import fake_groups
 
     _refuse(args)
-    args.enable_gloo_process_groups = False
-    args.check_for_nan_in_loss_and_grad = False
-    args.rank = rank
+    args = changed(
+        args, enable_gloo_process_groups=False, check_for_nan_in_loss_and_grad=False, rank=rank
+    )
     journal = Journal()
     with fake_groups(rank, Parallel.of(args).world), loop_of(args).started(args):
         try:
@@ -44,7 +48,7 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
             if Sharding.of(args).fsdp:
                 keep_meshes_real(journal)
                 _leave_other_ranks_out(journal)
-            yield
+            yield args
         finally:
             journal.undo()
 

@@ -32,6 +32,7 @@ from mindspeed.attention.packed_batch import (
 )
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
+from mindspeed.flags import changed
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Batch, Parallel
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
@@ -213,7 +214,7 @@ class TrainerLoop:
         """Build the trainer's model without reading weights."""
         from mindspeed.training.model import build
 
-        return build(argparse.Namespace(**vars(args) | {"load": None}))
+        return build(changed(args, load=None))
 
     def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
         """Make a function that runs one step of the trainer."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed.errors import MindSpeedError, PlanError
+from mindspeed.flags import changed
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.job import Tracer, shape_of_layout
@@ -73,7 +74,7 @@ class Predictor:
     def _evaluator(self, change: Change) -> JobEvaluator:
         text = repr(sorted(change.flags.items()))
         if text not in self._evaluators:
-            args = argparse.Namespace(**{**vars(self._args), **change.flags})
+            args = changed(self._args, **change.flags)
             runs = self.runs(self._job)
             self._evaluators[text] = JobEvaluator(self._job, args, self._cluster, runs, self._jobs)
         return self._evaluators[text]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed.features.registry import options
+from mindspeed.flags import changed
 from mindspeed.job import Precision, Sharding
 from mindspeed.optimizer.rules import chosen
 from mindspeed.planner.cluster import Cluster
@@ -126,7 +127,7 @@ class Bounds:
         """FLOP/s that no matrix product exceeds."""
         if precision not in self._rates:
             flags = {} if precision is None else options("precision")[precision].flags
-            kind = Precision.of(argparse.Namespace(**{**vars(self._args), **flags})).products
+            kind = Precision.of(changed(self._args, **flags)).products
             part = max(self._device.efficiency(kind), self._device.attention_efficiency)
             part = 1.0 if self._device.products else part
             self._rates[precision] = self._device.peak(kind) * part
@@ -182,8 +183,7 @@ class Bounds:
     def _held(self, memory: tuple[str, ...] | None) -> tuple[float, int]:
         """Bytes of the states of a parameter, and of a gradient that is reduced."""
         if memory not in self._states:
-            values = {**vars(self._args), **({} if memory is None else memory_flags(memory))}
-            args = argparse.Namespace(**values)
+            args = changed(self._args, **({} if memory is None else memory_flags(memory)))
             offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
             state = 0.0 if offloaded else _state_bytes(args, self._gradient)
             self._states[memory] = state, 4 if args.accumulate_allreduce_grads_in_fp32 else 2

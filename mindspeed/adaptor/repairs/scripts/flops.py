@@ -20,12 +20,12 @@ whose lengths the formula is given since 0.18.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mindspeed.adaptor.patch import repair
+from mindspeed.flags import changed
 
 
 def needed(values: Mapping[str, Any]) -> bool:
@@ -43,10 +43,10 @@ def count_latent_experts(original: Callable[..., Any]) -> Callable[..., Any]:
     def num_floating_point_operations(args: Any, *rest: Any, **kwargs: Any) -> Any:
         latent = getattr(args, "moe_latent_size", None)  # Megatron 0.15 has none
         if latent and args.num_experts and not args.is_hybrid_model:
-            args = copy.copy(args)
             width = args.moe_ffn_hidden_size or args.ffn_hidden_size
             projections = 2 * latent / ((3 if args.swiglu else 2) * args.moe_router_topk)
-            args.moe_ffn_hidden_size = width * latent / args.hidden_size + projections
+            width = width * latent / args.hidden_size + projections
+            args = changed(args, moe_ffn_hidden_size=width)
         return original(args, *rest, **kwargs)
 
     return num_floating_point_operations
