@@ -207,13 +207,11 @@ def _computing_layers(seams: SeamTable) -> tuple[Patch, ...]:
             from mindspeed.profiling.model_flops import window_pattern
 
             layers = layers_of(vars(args))
-            seen = changed(
-                args,
-                window_attn_skip_freq=window_pattern(vars(args), seams.computing_layers.pipe),
-                num_layers=len(layers),
-                moe_layer_freq=[int(moe) for moe in layers],
-            )
-            return original(seen, *rest, **kwargs)
+            windows = window_pattern(vars(args), seams.computing_layers.pipe)
+            moe = [int(layer) for layer in layers]
+            there = {"num_layers": len(layers), "moe_layer_freq": moe}
+            args = changed(args, window_attn_skip_freq=windows, **there)
+            return original(args, *rest, **kwargs)
 
         return num_floating_point_operations
 

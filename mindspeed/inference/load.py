@@ -21,6 +21,7 @@ from mindspeed.checkpoint.load import load
 from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import PlainTokenizer, TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.flags import changed
 from mindspeed.json_fields import Either, ListOf, Real, Whole, check, or_null, read_object
 from mindspeed.lora.flags import unquantizable
 from mindspeed.lora.load import config_of
@@ -114,27 +115,27 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
             f"the checkpoint's vocabulary of {vocab} entries is not divisible by "
             f"--tensor-model-parallel-size {source.tp}"
         )
-    args = resolve(args, world_size, training=False).args
-    _store_base(args, source)
-    return args
+    return _with_base(resolve(args, world_size, training=False).args, source)
 
 
-def _store_base(args: argparse.Namespace, source: Source) -> None:
+def _with_base(args: argparse.Namespace, source: Source) -> argparse.Namespace:
     """How the base model's weights are stored: as the user says, else as the adapter knew them.
 
     Raises:
         ConfigError: They cannot be stored in this way.
     """
-    form, hint = source.base_weights, ""
+    form, hint, doubled = source.base_weights, "", args.double_quantization
     described = config_of(source.lora) if source.lora is not None else None
     if described is not None and described.base_weights:
-        args.double_quantization = described.double_quantization
+        doubled = described.double_quantization
         if form is None:
             form = described.base_weights
             hint = f" (the adapter {source.lora} was trained on them; or give --base-weights none)"
-    args.base_weights = None if form == "none" else form
-    if args.base_weights and (problem := next(unquantizable(args), None)):
+    form = None if form == "none" else form
+    args = changed(args, base_weights=form, double_quantization=doubled)
+    if form and (problem := next(unquantizable(args), None)):
         raise ConfigError(problem + hint)
+    return args
 
 
 def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_model) -> LoadedModel:

@@ -30,7 +30,7 @@ from mindspeed.adaptor.versions.batch_functions import zigzag_chunks
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, option_of
 from mindspeed.features.registry import LevelOptions, all_features
-from mindspeed.flags import add_flags
+from mindspeed.flags import add_flags, changed
 from mindspeed.session.registered_patches import MindSpeedPatchesManager
 from mindspeed.session.session import current, install, read_config_file
 
@@ -236,8 +236,8 @@ def get_mindspeed_args(get_defaults: bool = False) -> argparse.Namespace:
     session = current()
     if not get_defaults and session is not None and session.configuration is not None:
         configuration = session.configuration
-        args.optimization_level = configuration.level
-        vars(args).update(configuration.values())
+        level = {"optimization_level": configuration.level}
+        return changed(args, **level | configuration.values())
     return args
 
 

@@ -28,7 +28,7 @@ import yaml
 from mindspeed import recipes
 from mindspeed.checkpoint.weights.hugging_face import tokenizer_flags
 from mindspeed.errors import ConfigError
-from mindspeed.flags import given_in
+from mindspeed.flags import changed, given_in
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
 from mindspeed.parsing import read_yaml
@@ -66,8 +66,7 @@ def parse_with_recipe(tokens: Sequence[str], parser: TrainerParser) -> argparse.
     args = parse([*flag_words(from_file, parser), *words], parser, named)
     deepspeed.check_agreement(deepspeed_file, from_file, args)
     missing = deepspeed.not_done(deepspeed_file)
-    args.ignored_flags = [*getattr(args, "ignored_flags", []), *missing]
-    return args
+    return changed(args, ignored_flags=[*getattr(args, "ignored_flags", []), *missing])
 
 
 def given(tokens: Sequence[str], parser: TrainerParser) -> Collection[str]:

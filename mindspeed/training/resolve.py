@@ -19,8 +19,10 @@ import torch
 from mindspeed.attention.sequence_sharding import indivisible
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
+from mindspeed.flags import read
 from mindspeed.models import model_extras
 from mindspeed.optimizer.rules import NAMES
+from mindspeed.training.options import ModelOptions, OptimizerOptions, TrainingOptions
 from mindspeed.training.resolve_parallel import parallel
 from mindspeed.training.resolve_run import data, duration, iterations_of, output
 
@@ -103,56 +105,59 @@ def _required(args: argparse.Namespace, training: bool) -> Iterator[str]:
 
 def _shape(args: argparse.Namespace) -> None:
     """Derived sizes, by Megatron-LM's rules."""
-    if args.num_query_groups is not None:
-        args.group_query_attention = True
-    args.num_query_groups = args.num_query_groups or 1
+    model, hidden, heads = read(ModelOptions, args), args.hidden_size, args.num_attention_heads
+    groups = model.num_query_groups
+    args.group_query_attention = model.group_query_attention or groups is not None
+    args.num_query_groups = groups or 1
     if args.ffn_hidden_size is None:
-        gated = args.swiglu
-        args.ffn_hidden_size = (
-            int(4 * args.hidden_size * 2 / 3 / 64) * 64 if gated else 4 * args.hidden_size
-        )
-    if args.kv_channels is None and args.hidden_size % args.num_attention_heads == 0:
-        args.kv_channels = args.hidden_size // args.num_attention_heads
+        args.ffn_hidden_size = int(4 * hidden * 2 / 3 / 64) * 64 if model.swiglu else 4 * hidden
+    if args.kv_channels is None and hidden % heads == 0:
+        args.kv_channels = hidden // heads
     if args.num_experts and args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
-    if args.max_position_embeddings is None:
+    if model.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
-    if args.use_rotary_position_embeddings:
+    rotary = model.use_rotary_position_embeddings or model.position_embedding_type == "rope"
+    if rotary:
         args.position_embedding_type = "rope"
-    if args.position_embedding_type != "rope":
+    else:
         args.apply_rope_fusion = False
     args.add_position_embedding = True
     if args.add_bias_linear:
         args.add_qkv_bias = True
     else:
         args.bias_gelu_fusion = False
-    if args.recompute_activations:
-        args.recompute_granularity = "selective"
-    if args.checkpoint_policy == "custom":
-        args.recompute_granularity = "selective"
-    elif args.checkpoint_policy == "block":
-        args.recompute_granularity, args.recompute_method = "full", "block"
-        args.recompute_num_layers = args.recompute_num_layers or args.checkpoint_block_layer
-    elif args.checkpoint_activations or args.checkpoint_policy == "full":
-        args.recompute_granularity, args.recompute_method = "full", "uniform"
-        args.recompute_num_layers = args.recompute_num_layers or 1
+    granularity, method, layers = _recomputation(model)
+    if granularity is not None:
+        args.recompute_granularity = granularity
+    if method is not None:
+        args.recompute_method = method
+        args.recompute_num_layers = args.recompute_num_layers or layers
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
 
 
+def _recomputation(model: ModelOptions) -> tuple[str | None, str | None, int]:
+    """What the older flags stand for: granularity, method and number of layers.
+
+    Granularity or method are None where they say nothing of it.
+    """
+    policy = model.checkpoint_policy
+    if policy == "block":
+        return "full", "block", model.checkpoint_block_layer
+    if policy == "full" or (policy is None and model.checkpoint_activations):
+        return "full", "uniform", 1
+    return "selective" if policy == "custom" or model.recompute_activations else None, None, 0
+
+
 def _precision(args: argparse.Namespace) -> None:
-    args.params_dtype = torch.float32
-    if args.fp16:
-        args.params_dtype = torch.float16
-        if not args.loss_scale:  # a loss that is not finite is how dynamic scaling works
-            args.check_for_nan_in_loss_and_grad = False
-    if args.bf16:
-        args.params_dtype = torch.bfloat16
-        if args.grad_reduce_in_bf16:
-            args.accumulate_allreduce_grads_in_fp32 = False
-        elif args.main_grads_dtype == torch.float32:
-            args.accumulate_allreduce_grads_in_fp32 = True
-    if args.weight_decay_incr_style == "constant":
+    rates, half = read(OptimizerOptions, args), args.bf16
+    args.params_dtype = torch.bfloat16 if half else torch.float16 if args.fp16 else torch.float32
+    if args.fp16 and not args.loss_scale:  # a loss not finite is how dynamic scaling works
+        args.check_for_nan_in_loss_and_grad = False
+    if half and (rates.grad_reduce_in_bf16 or args.main_grads_dtype == torch.float32):
+        args.accumulate_allreduce_grads_in_fp32 = not rates.grad_reduce_in_bf16
+    if rates.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
 
 
@@ -165,40 +170,35 @@ def _tokenizer(args: argparse.Namespace) -> None:
 
 
 def _batch(args: argparse.Namespace) -> Iterator[str]:
-    micro, dp = args.micro_batch_size, args.data_parallel_size
-    steps = args.gradient_accumulation_steps
-    if args.global_batch_size is None:
-        args.global_batch_size = micro * dp * (steps or 1)
-    elif steps is not None and args.global_batch_size != micro * dp * steps:
+    training, dp = read(TrainingOptions, args), args.data_parallel_size
+    micro, steps = training.micro_batch_size, training.gradient_accumulation_steps
+    whole, per_step = training.global_batch_size, micro * dp
+    if whole is None:
+        whole = args.global_batch_size = per_step * (steps or 1)
+    elif steps is not None and whole != per_step * steps:
         yield (
-            f"--global-batch-size {args.global_batch_size} is not --micro-batch-size {micro} x "
+            f"--global-batch-size {whole} is not --micro-batch-size {micro} x "
             f"data-parallel size {dp} x --gradient-accumulation-steps {steps}: drop one of them"
         )
-    per_step = micro * dp
-    if args.global_batch_size % per_step and not args.decrease_batch_size_if_needed:
+    if whole % per_step and not training.decrease_batch_size_if_needed:
         yield (
-            f"--global-batch-size {args.global_batch_size} is not divisible by "
+            f"--global-batch-size {whole} is not divisible by "
             f"--micro-batch-size {micro} x data-parallel size {dp} = {per_step}"
         )
-    ramp = args.rampup_batch_size
-    if ramp is not None:
-        ramp = args.rampup_batch_size = [int(value) for value in ramp]
+    if training.rampup_batch_size is not None:
+        ramp = args.rampup_batch_size = [int(value) for value in training.rampup_batch_size]
         if len(ramp) != 3:
             yield "--rampup-batch-size takes START INCREMENT SAMPLES"
         elif ramp[0] % per_step or ramp[1] % per_step:
             yield f"--rampup-batch-size {ramp[0]} {ramp[1]}: both must be divisible by {per_step}"
-        elif (args.global_batch_size - ramp[0]) % ramp[1]:
+        elif (whole - ramp[0]) % ramp[1]:
             yield f"--rampup-batch-size: {ramp[0]} + n x {ramp[1]} never is --global-batch-size"
-        if args.train_samples is None:
+        if training.train_samples is None:
             yield "--rampup-batch-size needs --train-samples instead of --train-iters"
 
 
-def _model(args: argparse.Namespace) -> Iterator[str]:
-    if args.cpu_offloading_num_layers:
-        args.cpu_offloading = True  # as in Megatron-LM
+def _heads(args: argparse.Namespace, model: ModelOptions) -> Iterator[str]:
     tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
-    if args.fp16 and args.bf16:
-        yield "--fp16 and --bf16 exclude each other"
     if args.kv_channels is None:
         yield (
             f"--hidden-size {args.hidden_size} is not divisible by "
@@ -207,29 +207,42 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
     aligned = not args.unaligned_linear  # else the feature says so
     if aligned and heads % tp:
         yield f"--num-attention-heads {heads} is not divisible by tensor parallel size {tp}"
-    groups = args.num_query_groups
-    if args.group_query_attention and heads % groups:
+    groups = model.num_query_groups or 1
+    grouped = model.group_query_attention
+    if grouped and heads % groups:
         yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}"
-    elif aligned and args.group_query_attention and groups % tp and tp % groups:
+    elif aligned and grouped and groups % tp and tp % groups:
         yield f"--num-query-groups {groups}, tensor parallel size {tp}: one must divide the other"
-    if args.multi_latent_attention and args.group_query_attention:
+    if args.multi_latent_attention and grouped:
         yield "--multi-latent-attention and --num-query-groups exclude each other"
-    cp = args.context_parallel_size
-    if args.optimization_level < 2 and cp > 1 and args.seq_length % (2 * cp):
-        yield f"context parallel: {indivisible(args.seq_length, cp)}"  # above, the feature says so
-    if aligned and args.sequence_parallel and args.seq_length % tp:
-        yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
-    if args.position_embedding_type == "rope" and not args.multi_latent_attention:
-        rotated = int((args.kv_channels or 2) * args.rotary_percent)
+
+
+def _model(args: argparse.Namespace) -> Iterator[str]:
+    if args.cpu_offloading_num_layers:
+        args.cpu_offloading = True  # as in Megatron-LM
+    if args.fp16 and args.bf16:
+        yield "--fp16 and --bf16 exclude each other"
+    model = read(ModelOptions, args)
+    yield from _heads(args, model)
+    tp, channels = args.tensor_model_parallel_size, args.kv_channels
+    latent = args.multi_latent_attention
+    length, cp = args.seq_length, args.context_parallel_size
+    if args.optimization_level < 2 and cp > 1 and length % (2 * cp):
+        yield f"context parallel: {indivisible(length, cp)}"  # above, the feature says so
+    if not args.unaligned_linear and args.sequence_parallel and length % tp:
+        yield f"--seq-length {length} is not divisible by {tp} (--sequence-parallel)"
+    if model.position_embedding_type == "rope" and not latent:
+        rotated = int((channels or 2) * model.rotary_percent)
         if rotated < 2 or rotated % 2:
             yield (
                 f"--position-embedding-type rope rotates pairs: {rotated} of --kv-channels "
-                f"{args.kv_channels} (--rotary-percent {args.rotary_percent}) is no even number"
+                f"{channels} (--rotary-percent {model.rotary_percent}) is no even number"
             )
-    if args.recompute_granularity == "full" and (args.recompute_num_layers or 0) > args.num_layers:
-        yield f"--recompute-num-layers {args.recompute_num_layers} of {args.num_layers} layers"
-    if args.max_position_embeddings < args.seq_length:
-        yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
+    layers, again = args.num_layers, args.recompute_num_layers or 0
+    if args.recompute_granularity == "full" and again > layers:
+        yield f"--recompute-num-layers {again} of {layers} layers"
+    if args.max_position_embeddings < length:
+        yield f"--max-position-embeddings is smaller than --seq-length {length}"
     if (variant := args.experimental_attention_variant) not in (None, "gated_delta_net"):
         yield (
             f"--experimental-attention-variant {variant}: this trainer builds the attention of the "
@@ -240,36 +253,36 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
             f"--linear-num-value-heads {args.linear_num_value_heads} over {tp} tensor-parallel and "
             f"{cp} context-parallel ranks is less than one: lower --context-parallel-size"
         )
-    if sum((args.swiglu, args.squared_relu, args.quick_geglu, args.geglu)) > 1:
+    if sum((model.swiglu, model.squared_relu, model.quick_geglu, model.geglu)) > 1:
         yield "give one of --swiglu, --squared-relu, --quick-geglu and --geglu"
     yield from model_extras.problems(args)
 
 
 def _experts(args: argparse.Namespace) -> Iterator[str]:
     """Megatron checks these too, but only in the first step, with a traceback per rank."""
-    tp = args.tensor_model_parallel_size
-    if args.num_experts and args.moe_router_topk > args.num_experts:
-        count = args.num_experts
-        yield f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {count}"
-    if args.num_experts and tp > 1 and not args.sequence_parallel:
+    tp, count, chosen = args.tensor_model_parallel_size, args.num_experts, args.moe_router_topk
+    if count and chosen > count:
+        yield f"--moe-router-topk {chosen} is more than --num-experts {count}"
+    if count and tp > 1 and not args.sequence_parallel:
         yield (
-            f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tp} needs "
+            f"--num-experts {count} with --tensor-model-parallel-size {tp} needs "
             "--sequence-parallel: add it, or spread the experts with --expert-model-parallel-size"
         )
 
 
 def _optimizer(args: argparse.Namespace) -> Iterator[str]:
-    if args.optimizer == "fused_adam":  # the original suite's name; every Adam here is fused
-        args.optimizer = "adam"
-    if args.optimizer not in NAMES:
-        yield f"--optimizer {args.optimizer}: choose one of {', '.join(NAMES)}"
-    if "muon" in args.optimizer:
-        yield from _muon(args)
+    name = args.optimizer
+    if name == "fused_adam":  # the original suite's name; every Adam here is fused
+        name = args.optimizer = "adam"
+    if name not in NAMES:
+        yield f"--optimizer {name}: choose one of {', '.join(NAMES)}"
+    if "muon" in name:
+        yield from _muon(args, name)
     if args.accumulate_allreduce_grads_in_fp32 and args.main_grads_dtype != torch.float32:
         yield "--main-grads-dtype bf16 excludes --accumulate-allreduce-grads-in-fp32: drop one"
 
 
-def _muon(args: argparse.Namespace) -> Iterator[str]:
+def _muon(args: argparse.Namespace, optimizer: str) -> Iterator[str]:
     """Combinations that Megatron's Muon does not support."""
     for name in (
         "use_distributed_optimizer",
@@ -280,10 +293,10 @@ def _muon(args: argparse.Namespace) -> Iterator[str]:
         "fp16",
     ):
         if getattr(args, name):
-            yield f"--optimizer {args.optimizer} excludes --{name.replace('_', '-')}: drop one"
+            yield f"--optimizer {optimizer} excludes --{name.replace('_', '-')}: drop one"
     if importlib.util.find_spec("emerging_optimizers") is None:
         yield (
-            f"--optimizer {args.optimizer} needs a package next to NVIDIA's Transformer Engine: "
+            f"--optimizer {optimizer} needs a package next to NVIDIA's Transformer Engine: "
             "pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0, or set "
             "MINDSPEED_TE=substitute"
         )

@@ -204,10 +204,8 @@ def _resume(args: argparse.Namespace, files: CheckpointOptions) -> Iterator[str]
         yield "--auto-resume needs --save"
     elif lora_flags.asked(args):  # the base model stays, the adapters continue
         return
-    elif load is None:
-        args.load = save
-    elif tracked(save) is not None and (files.finetune or is_hf(load)):
-        args.load, args.finetune = save, False
+    elif load is None or (tracked(save) is not None and (files.finetune or is_hf(load))):
+        args.load, args.finetune = save, files.finetune and load is None
 
 
 def _no_directory(path: str) -> str | None:

@@ -52,10 +52,11 @@ def complete(args: argparse.Namespace, expert_parallel: int = 1) -> Iterator[str
     if stage is not None and stage not in range(4):
         yield f"--zero-stage {stage} is not one of 0, 1, 2, 3"
         return
-    if stage == 0 and (args.use_distributed_optimizer or args.use_megatron_fsdp):
-        flag = "use-megatron-fsdp" if args.use_megatron_fsdp else "use-distributed-optimizer"
+    shared, fsdp = args.use_distributed_optimizer, args.use_megatron_fsdp
+    if stage == 0 and (shared or fsdp):
+        flag = "use-megatron-fsdp" if fsdp else "use-distributed-optimizer"
         yield f"--zero-stage 0 shares nothing, --{flag} does: drop one of them"
-    if stage == 1 and args.use_megatron_fsdp:
+    if stage == 1 and fsdp:
         yield "--zero-stage 1 contradicts --use-megatron-fsdp: stages 2 and 3 are Megatron-FSDP"
     if _has_mixed_precision_adapters(args):
         if stage == 0:
@@ -63,14 +64,14 @@ def complete(args: argparse.Namespace, expert_parallel: int = 1) -> Iterator[str
                 "--zero-stage 0 cannot save adapters in --bf16 or --fp16: they are fp32 next to a "
                 "16-bit model, which only the distributed optimizer stores; use --zero-stage 1"
             )
-        args.use_distributed_optimizer = True
+        shared = True
     given = given_in(vars(args))
     if stage in (1, 2, 3):
-        if "use_distributed_optimizer" in given and not args.use_distributed_optimizer:
+        if "use_distributed_optimizer" in given and not shared:
             yield f"--zero-stage {stage} contradicts --no-use-distributed-optimizer: drop one"
-        args.use_distributed_optimizer = True
+        shared = True
     if stage in STRATEGIES:
-        if "use_megatron_fsdp" in given and not args.use_megatron_fsdp:
+        if "use_megatron_fsdp" in given and not fsdp:
             yield f"--zero-stage {stage} contradicts --no-use-megatron-fsdp: drop one"
         strategy = args.data_parallel_sharding_strategy
         if "data_parallel_sharding_strategy" in given and strategy != STRATEGIES[stage]:
@@ -78,9 +79,10 @@ def complete(args: argparse.Namespace, expert_parallel: int = 1) -> Iterator[str
                 f"--zero-stage {stage} is --data-parallel-sharding-strategy {STRATEGIES[stage]}, "
                 f"not {strategy}: drop one"
             )
-        args.use_megatron_fsdp = True
+        fsdp = args.use_megatron_fsdp = True
         args.data_parallel_sharding_strategy = STRATEGIES[stage]
-    if args.use_megatron_fsdp:
+    args.use_distributed_optimizer = shared or fsdp
+    if fsdp:
         if expert_parallel > 1 and not fused_adam_takes_several_meshes():
             yield (
                 "--zero-stage 2 and 3 with --expert-model-parallel-size above 1 need torch 2.9 or "
@@ -137,7 +139,6 @@ def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
             "local keeps all experts of a layer side by side in one; use --transformer-impl "
             "transformer_engine, leave out --moe-grouped-gemm, or use --zero-stage 1"
         )
-    args.use_distributed_optimizer = True
     args.gradient_accumulation_fusion = False  # gradients have no buffer to be added to
     args.overlap_param_gather = False  # its own hooks gather, whatever the loop does
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 import pytest
 
-from mindspeed.job import Batch, Parallel, Precision, Schedule, TrainState
+from mindspeed.flags import changed, flag, read
+from mindspeed.job import Batch, Parallel, Precision, Schedule, Sharding, TrainState
 
 
 def batch_args(**changes):
@@ -93,3 +95,48 @@ def test_a_state_counts_and_is_read_back():
     assert state == TrainState(iteration=2, train_samples=64, valid_samples=8)
     assert TrainState.of(2, argparse.Namespace(**state.saved())) == state
     assert TrainState.of(5, argparse.Namespace()) == TrainState(iteration=5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, Sharding()),
+        ({"use_distributed_optimizer": True}, Sharding(distributed_optimizer=True)),
+        (
+            {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+            Sharding(stage=2),
+        ),
+        (
+            {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+            Sharding(stage=3),
+        ),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, Sharding()),  # only of FSDP
+        ({"overlap_grad_reduce": True}, Sharding(overlap_gradients=True)),
+        ({"overlap_param_gather": True}, Sharding(overlap_parameters=True)),
+    ],
+)
+def test_what_data_parallel_ranks_share(flags, expected):
+    args = argparse.Namespace(**{"use_distributed_optimizer": False} | flags)
+    found = Sharding.of(args)
+    assert found == expected
+    assert found.fsdp is (found.stage > 1)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Some flags."""
+
+    width: int = flag(4, "w")
+    depth: int = flag(2, "d")
+
+
+def test_a_section_is_read_and_what_a_namespace_lacks_is_the_default():
+    assert read(Section, argparse.Namespace(width=8, other=1)) == Section(width=8, depth=2)
+    assert read(Section, argparse.Namespace(width=8, depth=None)).depth is None  # as it was set
+
+
+def test_a_copy_with_other_values_leaves_the_namespace():
+    args = argparse.Namespace(width=8, depth=2)
+    copied = changed(args, width=1, more=3)
+    assert vars(copied) == {"width": 1, "depth": 2, "more": 3}
+    assert vars(args) == {"width": 8, "depth": 2}

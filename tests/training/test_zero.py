@@ -76,7 +76,12 @@ def test_stages_with_experts_are_refused_where_one_adam_cannot_update_both_meshe
     from mindspeed.training import zero
 
     flags = SimpleNamespace(
-        zero_stage=3, data_parallel_sharding_strategy="no_shard", save=None, given_flags=[]
+        zero_stage=3,
+        use_distributed_optimizer=False,
+        use_megatron_fsdp=False,
+        data_parallel_sharding_strategy="no_shard",
+        save=None,
+        given_flags=[],
     )
     monkeypatch.setattr(zero, "_sharded", lambda args, flag: iter(()))
     monkeypatch.setattr(zero, "fused_adam_takes_several_meshes", lambda: False)
