@@ -172,9 +172,7 @@ def test_spliced_seconds_are_those_of_the_whole_job():
 
 
 # What is computed again, and dense layers before experts, are in other rows and in test_walked.py.
-@pytest.mark.weekly_cases(
-    *("zb-h1", "context, *", "interleaved", "interleaved experts, *", "zb-v experts")
-)
+@pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved experts, *", "zb-v experts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_spliced_figures_are_those_of_the_whole_job(name, monkeypatch):

@@ -470,7 +470,9 @@ def _fewest(
     """
     most = min(shape.ranks, INTERLEAVED_RANKS if interleaved else MOST_RANKS)
     least = min(shape.ranks, 4 if interleaved else 2)
-    counts = range(3 * least, 5 * most + 1) if interleaved else range(1, MOST_BATCHES + 1)
+    counts = range(1, MOST_BATCHES + 1)
+    if interleaved:
+        counts = range(3 * least, min(5 * most + 1, shape.micro_batches))
     for count in counts:
         for ranks, small in _candidates(range(least, most + 1), first, last):
             request = _request(shape, ranks)
