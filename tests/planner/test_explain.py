@@ -64,9 +64,8 @@ def test_a_changed_job_has_the_words_of_its_flags():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("imported_ahead")
 def test_what_layers_keep_adds_up_to_a_micro_batch():
-    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
-
     found = isolated.call(parts_of_the_first_rank)
     of_step = {part.name: part.of_step for part in found}
     assert of_step == {
@@ -78,10 +77,9 @@ def test_what_layers_keep_adds_up_to_a_micro_batch():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("imported_ahead")
 def test_changes_do_what_is_promised(tmp_path):
     """The commands that it prints are composed anew, as ``mindspeed plan --check`` does."""
-    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
-
     words = ["explain", "--json", "--cluster", CLUSTER, "--devices", str(DEVICES), "--", *FLAGS]
     status, text, errors = isolated.call(commands_job.run, words, str(tmp_path))
     assert status == 0, errors

@@ -48,15 +48,15 @@ def test_a_step_takes_what_the_clock_of_pipelines_says(kind, ranks, m, x, expect
 
 
 JOB = (
-    f"{MODEL} {APART} --num-layers 8 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+    f"{MODEL} {APART} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 "
-    "--transformer-impl transformer_engine --global-batch-size 16 "
+    "--transformer-impl transformer_engine "
 )
-PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+EIGHT = "--num-layers 8 --global-batch-size 16 --pipeline-model-parallel-size 2 "
 WAYS = {
-    "no pipeline": (4, ""),
-    "combined": (8, PIPELINE),
-    "dualpipev": (8, "--pipeline-model-parallel-size 2 --schedules-method dualpipev "),
+    "no pipeline": (4, "--num-layers 3 --global-batch-size 8 "),
+    "combined": (8, EIGHT + "--num-layers-per-virtual-pipeline-stage 2 "),
+    "dualpipev": (8, EIGHT + "--schedules-method dualpipev "),
 }
 
 
@@ -80,6 +80,7 @@ def predicted(flags: str, devices: int, gbytes: float) -> Any:
 @pytest.mark.weekly_cases("combined", "dualpipev")
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("imported_ahead")
 def test_pairs_hide_what_experts_send(way):
     from mindspeed.planner import isolated
 

@@ -103,7 +103,6 @@ def job_of(name: str) -> tuple[Any, int]:
 
 def traced(name: str, cluster: Any = None, ranks: Any = None) -> tuple[Any, Any]:
     """Traces of ranks of a job, and the shape of the whole job."""
-    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
 
     def described() -> Any:
         args = job.settings({}, devices).args
@@ -161,6 +160,7 @@ def figures(found: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("imported_ahead")
 def test_spliced_seconds_are_those_of_the_whole_job():
     job, devices = job_of("uneven stages")
     (found,), _ = traced("uneven stages", clusters.load_cluster("h100"), [3])
@@ -175,8 +175,8 @@ def test_spliced_seconds_are_those_of_the_whole_job():
 @pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved experts, *", "zb-v experts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("imported_ahead")
 def test_spliced_figures_are_those_of_the_whole_job(name, monkeypatch):
-    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
     from mindspeed.planner.compose import job as tracing
 
     monkeypatch.setattr(tracing, "WAYS", [coverings.Layers.SHORT])  # never the whole row
@@ -195,6 +195,7 @@ def test_spliced_figures_are_those_of_the_whole_job(name, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("imported_ahead")
 def test_messages_do_not_depend_on_the_time_that_bare_layers_take():
     """With a clock, actions of bare layers take no time; the messages are where they are sent."""
 
@@ -209,10 +210,10 @@ def test_messages_do_not_depend_on_the_time_that_bare_layers_take():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("imported_ahead")
 def test_prices_of_a_search_are_those_of_traces_at_the_own_size():
     from dataclasses import replace
 
-    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
     from mindspeed.planner.count.cache import RunCache
     from mindspeed.planner.search.evaluator import JobEvaluator
 
@@ -236,8 +237,8 @@ def test_prices_of_a_search_are_those_of_traces_at_the_own_size():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.usefixtures("imported_ahead")
 def test_spliced_bytes_are_those_of_a_job_drawn_by_chance(seed):
-    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
     from mindspeed.planner.job import Job
 
     drawn = draw(seed)

@@ -42,7 +42,7 @@ def predicted(flags: str) -> tuple[Any, Any, float]:
 
 
 @pytest.fixture(params=JOBS)
-def job(request):
+def job(request, imported_ahead):
     """Name and predictions of a job."""
     from mindspeed.planner import isolated
 
