@@ -52,7 +52,7 @@ def duration(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _units(training: TrainingOptions) -> tuple[str, str]:
-    """In what the schedule of a run is given, and in what it is not."""
+    """The unit that the schedule of a run is given in, and the other one."""
     return ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
 
 
