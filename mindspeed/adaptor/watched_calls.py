@@ -25,6 +25,18 @@ def parts_of_layers() -> tuple[Any, Any]:
     return ScheduleNode, TransformerLayerNode
 
 
+def layers_in_parts() -> Any:
+    """The class of the parts of a layer, whose ``run`` runs those of one or of two layers."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+
+    return TransformerLayerSchedulePlan
+
+
+def layer_of_parts(parts: Any) -> Any:
+    """The transformer layer that was cut into parts, inside one of multi-token prediction, too."""
+    return getattr(parts.layer, "transformer_layer", parts.layer)
+
+
 def model_of_part(part: Any) -> Any:
     """The chunk of a part; None for that of the loss."""
     state = getattr(part, "chunk_state", None)

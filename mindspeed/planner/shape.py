@@ -34,8 +34,10 @@ def whole_only(args: argparse.Namespace) -> str:
 
     Either layers of one kind differ, or what they share is not shared layer by layer.
     """
+    from mindspeed.training.pipeline_figures import scheduled_pipeline
+
     values = vars(args)
-    if values.get("overlap_moe_expert_parallel_comm"):
+    if values.get("overlap_moe_expert_parallel_comm") and scheduled_pipeline(args) is None:
         return PAIRS
     if flag := uneven_layers(values):
         return f"layers that differ by {flag}"

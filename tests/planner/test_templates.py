@@ -64,6 +64,50 @@ def test_backward_computes_a_group_again_before_its_layers():
     assert names == [("BACK_POST", 0), ("BACK", 2), *again, ("BACK_PRE", 0)]
 
 
+PAIRED = [
+    ("aaa", "bb", ["BOTH 0", "BOTH 1", "LAYER 2"]),
+    ("aa", "bbbb", ["BOTH 0", "BOTH 1", "BACK 1", "BACK 0"]),
+    ("", "b", ["BACK 0"]),
+]
+
+
+@pytest.mark.parametrize(("ahead", "behind", "layers"), PAIRED)
+def test_layers_of_a_pair_that_have_no_partner_run_alone(ahead, behind, layers):
+    found = words.parts_of_pair(word(ahead), word(behind))
+    assert [f"{part.name} {layer}" for part, layer in found] == ["PRE 0", *layers, "POST 0"]
+
+
+def test_shorter_chunks_have_the_same_layers_side_by_side():
+    def beside(ahead, behind):
+        near = [[words.window(x, at, 1) for at in range(len(x))] for x in (ahead, behind)]
+        return {*zip(near[0], reversed(near[1]), strict=False)}
+
+    chance, shorter = random.Random(5), 0
+    for _ in range(100):
+        chunks = [
+            word("d" * chance.choice([0, 0, 2]) + "a" * chance.randint(1, 9)) for _ in range(2)
+        ]
+        found = [one.word for one in words.shortened_alike(chunks, 1, [(0, 1), (1, 0)])]
+        assert len({len(a) - len(b) for a, b in zip(chunks, found, strict=True)}) == 1
+        assert beside(*found) >= beside(*chunks)
+        assert beside(*reversed(found)) >= beside(*reversed(chunks))
+        shorter += found != chunks
+    assert shorter > 20
+
+
+@pytest.mark.parametrize(
+    ("behind", "layers"), [("bba", ["", "aa", "bb", "b", ""]), ("a", ["", "aa", "b", ""])]
+)
+def test_layers_of_a_pair_depend_on_those_of_both_chunks(behind, layers):
+    place = recording.Place
+    row = [place("F", 0, 0), place("F", 1, 0), place("F", 0, 1), place("B", 1, 0, True)]
+    chunks = [word("ab"), word(behind)]
+    found = templates.Templates({}, templates.place_in_row, 0)
+    keys = [key for action, key in found.keys(row, chunks) if action == 3 and key.op]
+    assert ["".join(one.kind for one in key.layers) for key in keys] == layers
+    assert {key.ahead for key in keys} == {(0, templates.turns_of(row)[2])}
+
+
 LAYER, GRADIENT, HIDDEN = 100, 40, 10
 
 

@@ -61,6 +61,13 @@ CASES = {
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "zb-v experts": (16, 24, APART + EXPERTS + V),
+    "pairs of a V": (
+        4,
+        18,
+        APART + EXPERTS + "--tensor-model-parallel-size 1 --num-layers 16 --moe-fb-overlap "
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
+        "--pipeline-model-parallel-layout Ettt|ttttt|ttttt|tttL",
+    ),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
     "context, core attention again, one copy of weights": (
@@ -85,6 +92,7 @@ STAGES = {
     "three chunks, ring": (1,),
     "uneven stages": (0, 3),
     "equal stages": (1, 4),
+    "pairs of a V": (0, 1),
     "interleaved": (3,),
     "interleaved experts": (2, 7),
     "interleaved experts, computed again": (1,),

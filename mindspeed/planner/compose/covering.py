@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from mindspeed.errors import MindSpeedError
@@ -35,7 +36,7 @@ from mindspeed.planner.compose.templates import (
     settled,
     turns_of,
 )
-from mindspeed.planner.compose.words import Layer, Word, shortened
+from mindspeed.planner.compose.words import Layer, Word, shortened, shortened_alike
 from mindspeed.planner.count.recording import Part, Place, Point, Row, row_of
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import DENSE, EXPERT, NOOP, RECOMPUTED, Shape
@@ -132,12 +133,19 @@ class Cover:
         """
         if self.around_large is messages_near:
             return nothing_near
+        if self.has_pairs:
+            return self.around_large
         known: dict[Around, Around] = {}
         for action in range(len(recorded)):
             own = messages.get(action, ())
             if known.setdefault(self.around_small(recorded, action, Part.GAP), own) != own:
                 raise NotSpliceable(f"action {action} frees other messages than others like it")
         return lambda row, action, part: known.get(self.around_large(row, action, Part.GAP), ())
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether layers run beside those of other micro-batches: they depend on their place."""
+        return any(place.paired for place in self.row)
 
     @property
     def bare_point(self) -> Point:
@@ -255,7 +263,8 @@ def is_plain(layout: Layout, shape: Shape) -> bool:
 
 def is_interleaved(shape: Shape) -> bool:
     """Whether ranks have several chunks, whose actions are those of 1F1B in another order."""
-    return shape.chunks > 1 and shape.request.kind in ("1f1b", "interleaved")
+    alike = shape.request.kind in ("1f1b", "interleaved") and not shape.request.pairs
+    return shape.chunks > 1 and alike
 
 
 Size = tuple[int, int, int]
@@ -362,7 +371,7 @@ def _source(
 
     def seen(row: Row) -> set[tuple[str, int, Turn]]:
         turns = zip(row, turns_of(row), strict=True)
-        return {(op, chunk, turn_of(op, turn, words[chunk])) for (op, chunk, _), turn in turns}
+        return {(op, chunk, turn_of(op, turn, words[chunk])) for (op, chunk, *_), turn in turns}
 
     size = _fewest(shape, seen(row), seen, first, last)
     if size is None:
@@ -415,7 +424,12 @@ def _cover(
     def point(words: Sequence[Word]) -> Point:
         return replace(_point(layout, shape, ranks, count, rank, words), bare=bare)
 
-    found = [shortened(word, reach) for word in whole]
+    if shape.request.pairs:
+        beside = product(range(len(whole)), repeat=2)
+        pairs = [(a, b) for a, b in beside if a != b or shape.placement.loops]
+        found = shortened_alike(whole, reach, pairs)
+    else:
+        found = [shortened(word, reach) for word in whole]
     words = tuple(one.word for one in found)
     units = dict.fromkeys(unit for one in found for unit in one.units)
     longer = []
@@ -529,6 +543,8 @@ def _repeating(shape: Shape, row: Row, rank: int, reach: int) -> tuple[int, Midd
     """
     ranks, chunks, count = shape.ranks, shape.chunks, shape.micro_batches
     group = (shape.request.group_size or ranks) if chunks > 1 else 1
+    if shape.request.pairs and not shape.placement.loops:
+        group = 1  # recorded with real layers, which take long
     enough = 2 * ranks // chunks + (1 + 2 * reach) * group
     for short in range(enough + (count - enough) % group, count, group):
         try:
@@ -546,7 +562,8 @@ def _middle(small: Row, row: Row, period: int, reach: int) -> Middle | None:
     """What a row repeats more often than a shorter one."""
     more = len(row) - len(small)
     one, other = (
-        list(zip((place[:2] for place in r), turns_of(r), strict=True)) for r in (small, row)
+        list(zip((one._replace(micro_batch=0) for one in r), turns_of(r), strict=True))
+        for r in (small, row)
     )
     equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
     if more % period:
@@ -578,13 +595,14 @@ def _point(
     have an entry for every layer of the model.
     """
     own = shape.request.placement(ranks, shape.chunks).stages[rank] if ranks > 1 else (0,)
+    words = [tuple(one for one in word if one.kind != PREDICTION) for word in words]
     some = words[0][:1] or (Layer(shape.kinds[0]),)  # a stage may have none
     stages = [some for _ in range(ranks * shape.chunks)]
     even = layout.placed and layout.stage_layers is None and len(set(map(len, words))) == 1
     if even:  # a V divides its layers by itself
-        stages = [tuple(words[0])] * len(stages)
+        stages = [words[0]] * len(stages)
     for stage, word in zip(own, words, strict=True):
-        stages[stage] = tuple(one for one in word if one.kind != PREDICTION)
+        stages[stage] = word
     others = [stage for stage in range(len(stages)) if stage not in own]
     rest = sum(map(len, shape.stages)) - sum(map(len, stages))
     if others and rest > 0 and not even:
@@ -602,7 +620,7 @@ def _point(
     if EXPERT in shape.layer_kinds:
         flags["moe_layer_freq"] = str([int(one.kind != DENSE) for one in layers]).replace(" ", "")
     if shape.recomputes_some:
-        again = max(sum(one.group for one in word if one.kind != PREDICTION) for word in words)
+        again = max(sum(one.group for one in word) for word in words)
         flags["recompute_num_layers"] = again
         if not again:
             flags |= {"recompute_granularity": None, "recompute_method": None}

@@ -84,7 +84,8 @@ class Tracer:
                 for cover, own in zip(covers, built, strict=True)
             ]
 
-        ways = [Layers.IN_ROW] if is_plain(layout, shape) else WAYS
+        real = is_plain(layout, shape) or shape.request.pairs  # parts of layers are never bare
+        ways = [Layers.IN_ROW] if real else WAYS
         return _widening(traced, layout, shape, asked, ways)
 
     def alike(self, layout: Layout, shape: Shape) -> list[RankTrace]:

@@ -143,7 +143,9 @@ def _grown(cover: Cover, recording_of: Lookup) -> Templates:
     def templates(one: Recording, words: Sequence[Word]) -> Templates:
         own = freed_in(one)
         freed: Surroundings = nothing_near
-        if cover.around_small is not messages_near:
+        if cover.has_pairs:
+            freed = cover.around_small
+        elif cover.around_small is not messages_near:
             freed = lambda row, action, part: own.get(action, ())  # noqa: E731
         return Templates.of(one, words, cover.around_small, cover.reach, without, freed)
 

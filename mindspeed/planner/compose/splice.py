@@ -13,7 +13,16 @@ from functools import partial
 
 from mindspeed.planner.compose.templates import Key, NotSpliceable, Template, Templates, until_top
 from mindspeed.planner.compose.words import Word
-from mindspeed.planner.count.recording import AFTER, PER_STEP, Part, Place, Sent, add
+from mindspeed.planner.count.recording import (
+    AFTER,
+    EXPERT_PRODUCTS,
+    PER_STEP,
+    Part,
+    Place,
+    Sent,
+    actions_of,
+    add,
+)
 
 
 @dataclass
@@ -31,7 +40,8 @@ class Spliced:
         recomputed: FLOPs of recomputation.
         sent: communications and waits until the last action ends.
         closing: those after it.
-        seconds: seconds of an action by its op and chunk.
+        seconds: seconds of an action by its op and chunk, where it runs alone.
+        exchanges: those of them in which it waits for rows of experts.
         closing_seconds: seconds of computation before the first action and after the last one.
         row: its actions.
         kinds_after: finds the changes of the bytes of each kind when each action ends; ``other``
@@ -49,6 +59,7 @@ class Spliced:
     sent: Sent = field(default_factory=dict)
     closing: Sent = field(default_factory=dict)
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)
+    exchanges: dict[tuple[str, int], float] = field(default_factory=dict)
     closing_seconds: float = 0.0
     row: Sequence[Place] = ()
     kinds_after: Callable[[], list[Counter[str]]] = list
@@ -82,29 +93,40 @@ def splice(
         if found.net + one.top > found.peak or best < 0:
             found.peak, best = found.net + one.top, index
         if key.part in (Part.GAP, Part.END):
-            found.after.append(found.net)
+            found.after += [found.net] * (1 + row[action].paired)
         if key.part in AFTER:
             found.closing_top = max(found.closing_top, found.net + one.top)
         elif key.part not in PER_STEP:
-            found.tops[action] = max(found.tops[action], found.net + one.top)
+            top = max(found.tops[action], found.net + one.top)
+            found.tops[action - row[action].paired : action + 1] = [top] * (1 + row[action].paired)
         found.net += one.net
         uses[key] += 1
         order.append(key)
-        if key.part is not Part.GAP and key.part not in PER_STEP:
-            found.seconds[row[action][:2]] = found.seconds.get(row[action][:2], 0.0) + one.seconds
     for key, count in uses.items():
         one = templates.found[key]
         found.flops += one.flops * count
         found.recomputed += one.recomputed * count
         add(found.closing if key.part in AFTER else found.sent, one.sent or {}, count)
-    for name, count in Counter(place[:2] for place in row).items():
+        if key.part is not Part.GAP and key.part not in PER_STEP and key.ahead is None:
+            name = key.op, key.chunk
+            found.seconds[name] = found.seconds.get(name, 0.0) + one.seconds * count
+            found.exchanges[name] = found.exchanges.get(name, 0.0) + _exchanges(one) * count
+    alone = Counter(place[:2] for _, place, ahead in actions_of(row) if ahead is None)
+    for name, count in alone.items():
         found.seconds[name] /= count
+        found.exchanges[name] /= count
     found.closing_seconds = sum(templates.found[Key(part)].seconds for part in PER_STEP)
     found.at_peak = _kinds(templates, order[: best + 1])
     more = micro_batches(row) - recorded
     if found.net and (more <= 0 or found.net < 0 or found.net % more):
         raise NotSpliceable(f"{found.net:+d} bytes are left at the end of the step")
     return found
+
+
+def _exchanges(one: Template) -> float:
+    """Seconds of a block in which it waits for rows of experts."""
+    sent = (one.sent or {}).items()
+    return sum(x.waited for name, x in sent if name.routed and name != EXPERT_PRODUCTS)
 
 
 def micro_batches(row: Sequence[Place]) -> int:
@@ -136,12 +158,13 @@ def _kinds_after(
     """Changes of each kind until the end of each action."""
     net: dict[Key, Counter[str]] = {}
     alive, found = Counter[str](), list[Counter[str]]()
-    for _, key in templates.keys(row, words):
+    for action, key in templates.keys(row, words):
         one = templates.found[key]
         if key not in net:
             net[key] = _net(one)
             net[key]["other"] += one.net - sum(one.deltas)
         if key.part in (Part.GAP, Part.END):
-            found.append(Counter({kind: n for kind, n in alive.items() if n}))
+            ended = Counter({kind: n for kind, n in alive.items() if n})
+            found += [ended] * (1 + row[action].paired)
         alive.update(net[key])
     return found

@@ -63,7 +63,7 @@ def turns_of(row: Sequence[Place]) -> list[Turn]:
     last = {name: index for index, name in enumerate(names)}
     seen, before, turns = set[tuple[str, int]](), dict[int, str](), list[Turn]()
     latest: dict[int, tuple[str, int]] = {}  # chunk -> op and micro-batch
-    for index, (op, chunk, micro_batch) in enumerate(row):
+    for index, (op, chunk, micro_batch, _) in enumerate(row):
         forward = op in ("F", "Fc")
         if not forward and latest.get(chunk, ("", -1))[1] == micro_batch:
             latest[chunk] = op, micro_batch
@@ -90,9 +90,10 @@ class Key(NamedTuple):
         op: op of the action; empty for parts of the step.
         chunk: model chunk.
         turn: place of the action among those of its chunk.
-        layers: the layer and its neighbours, for parts of layers.
+        layers: the layer and its neighbours, for parts of layers; for two of a pair both.
         around: actions around this one, for other parts; for parts of real layers that a row of
             bare ones takes, the messages that layers of the action free.
+        ahead: chunk and turn of the forward that runs at the same time.
     """
 
     part: Part
@@ -101,6 +102,7 @@ class Key(NamedTuple):
     turn: Turn | None = None
     layers: Window = ()
     around: Around = ()
+    ahead: tuple[int, Turn] | None = None
 
     def __str__(self) -> str:
         """Format for a message: ``gap after B of chunk 0``."""
@@ -168,14 +170,14 @@ def settled(row: Sequence[Place]) -> int:
     of = next((place for place in row[warm_up:] if place.op == "F"), None)
     if of is None:
         return warm_up
-    return 1 + next(i for i, x in enumerate(row) if x.op in "BI" and x[1:] == of[1:])
+    return 1 + next(i for i, x in enumerate(row) if x.op in "BI" and x[1:3] == of[1:3])
 
 
 def _not_freeing(row: Sequence[Place]) -> tuple[int, int]:
     """The backward of the last forward before the first backward, and what its chunk runs next."""
     warm_up = next((i for i, place in enumerate(row) if place.op != "F"), len(row))
     of = row[warm_up - 1]
-    done = next(i for i, x in enumerate(row) if x.op in "BI" and x[1:] == of[1:])
+    done = next(i for i, x in enumerate(row) if x.op in "BI" and x[1:3] == of[1:3])
     after = (i for i in range(done + 1, len(row)) if row[i].chunk == of.chunk)
     return done, next(after, len(row))
 
@@ -296,13 +298,17 @@ class Templates:
             if part in PER_STEP:
                 yield action, Key(part)
                 continue
-            op, chunk, _ = row[action]
+            op, chunk, _, paired = row[action]
+            ahead = (row[action - 1].chunk, turns[action - 1]) if paired else None
             if part in PER_LAYER:
-                freed = self.freed(row, action, part)
-                yield action, Key(part, op, chunk, turns[action], near[chunk][layer], freed)
+                around = self.freed(row, action, part)
+                forward = chunk if ahead is None or part is Part.BACK else ahead[0]
+                layers = near[forward][layer]
+                if part is Part.BOTH:
+                    layers += near[chunk][-1 - layer]
             else:
-                around = self.surroundings(row, action, part)
-                yield action, Key(part, op, chunk, turns[action], around=around)
+                layers, around = (), self.surroundings(row, action, part)
+            yield action, Key(part, op, chunk, turns[action], layers, around, ahead)
 
     def check_repeats(self, start: int, period: int) -> None:
         """Compare a part of the row with the one before it.

@@ -11,11 +11,13 @@ neighbours is in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
-from mindspeed.planner.count.recording import AFTER, BEFORE, Part, Place
+from mindspeed.planner.count.recording import AFTER, BEFORE, Part, Place, actions_of
 
 
 class Layer(NamedTuple):
@@ -49,7 +51,7 @@ class Shortened:
     """
 
     word: Word
-    units: dict[Word, int]
+    units: Counter[Word]
     longer: dict[Word, Word]
 
 
@@ -64,15 +66,21 @@ def windows(word: Word, reach: int) -> set[Window]:
     return {window(word, layer, reach) for layer in range(len(word))}
 
 
-def shortened(word: Word, reach: int) -> Shortened:
-    """The shortest word with the same windows that leaving out repetitions gives."""
-    units: dict[Word, int] = {}
+def shortened(word: Word, reach: int, most: int | None = None) -> Shortened:
+    """The shortest word with the same windows that leaving out repetitions gives.
+
+    Args:
+        word: the word.
+        reach: neighbours of a layer that matter.
+        most: most units to leave out.
+    """
+    units: Counter[Word] = Counter()
     longer: dict[Word, Word] = {}
-    while (found := _repeated(word, reach)) is not None:
+    while units.total() != most and (found := _repeated(word, reach)) is not None:
         start, size = found
         unit = word[start : start + size]
         before, word = word, word[:start] + word[start + size :]
-        units[unit] = units.get(unit, 0) + 1
+        units[unit] += 1
         longer[unit] = before
     for unit, one in longer.items():  # others may have been left out since
         missing = [other for other in units if other != unit]
@@ -80,6 +88,40 @@ def shortened(word: Word, reach: int) -> Shortened:
             one = _without(one, other, units[other], reach)
         longer[unit] = one
     return Shortened(word, units, longer)
+
+
+def shortened_alike(
+    words: Sequence[Word], reach: int, pairs: Collection[tuple[int, int]]
+) -> list[Shortened]:
+    """Words of chunks whose layers run beside those of the others, with as many left out of each.
+
+    The first layer of one runs beside the last of another, so what is left out of one only would
+    put other layers side by side. Chunks that repeat different units keep all of them.
+
+    Args:
+        words: layers of the chunks.
+        reach: neighbours of a layer that matter.
+        pairs: chunks of a forward and a backward that run at the same time.
+    """
+    found = [shortened(word, reach) for word in words]
+    units = {unit for one in found for unit in one.units}
+    most = min(one.units.total() for one in found) if len(units) == 1 else 0
+    wanted = _beside(words, reach, pairs)
+    for count in range(most, -1, -1):
+        found = [shortened(word, reach, count) for word in words]
+        if _beside([one.word for one in found], reach, pairs) == wanted:
+            break
+    return found
+
+
+def _beside(words: Sequence[Word], reach: int, pairs: Collection[tuple[int, int]]) -> set[Any]:
+    """All layers with their neighbours that a pair of two chunks runs side by side, or alone."""
+    near = [[window(word, i, reach) for i in range(len(word))] for word in words]
+    return {
+        (ahead, behind, beside)
+        for ahead, behind in pairs
+        for beside in zip_longest(near[ahead], reversed(near[behind]))
+    }
 
 
 def _repeated(word: Word, reach: int) -> tuple[int, int] | None:
@@ -131,12 +173,29 @@ def parts_of(op: str, word: Word) -> Iterator[Name]:
         yield Part.BACK_PRE, 0
 
 
+def parts_of_pair(ahead: Word, behind: Word) -> Iterator[Name]:
+    """The blocks of a forward and a backward at the same time: layer i beside layer i from the end.
+
+    Layers that one chunk has more than the other run alone, after the pairs.
+    """
+    yield Part.PRE, 0
+    both, last = min(len(ahead), len(behind)), len(behind) - 1
+    yield from ((Part.BOTH, layer) for layer in range(both))
+    yield from ((Part.BACK, layer) for layer in range(last - both, -1, -1))
+    yield from ((Part.LAYER, layer) for layer in range(both, len(ahead)))
+    if ahead or behind:
+        yield Part.POST, 0
+
+
 def blocks_of(row: Sequence[Place], words: Sequence[Word]) -> Iterator[tuple[int, Part, int]]:
     """Action, part and layer of all blocks of a step."""
     yield from ((-1, part, 0) for part in BEFORE)
-    for action, place in enumerate(row):
-        for part, layer in parts_of(place.op, words[place.chunk]):
-            yield action, part, layer
+    for action, place, ahead in actions_of(row):
+        word = words[place.chunk]
+        parts = (
+            parts_of(place.op, word) if ahead is None else parts_of_pair(words[ahead.chunk], word)
+        )
+        yield from ((action, part, layer) for part, layer in parts)
         if action < len(row) - 1:
             yield action, Part.GAP, 0
     yield from ((len(row) - 1, part, 0) for part in AFTER)

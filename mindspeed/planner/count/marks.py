@@ -13,6 +13,7 @@ update               around its ``step``
 layer, forward       pre-hook of a ``TransformerLayer``; after the last one its hook
 layer, once more     the same pre-hook inside a backward
 layer, backward      the gradient of its output is complete
+layer in parts       around the work of its parts, and of those of a layer beside it
 before the first     the gradient of the input of layer 0 is complete
 ===================  ==============================================================================
 
@@ -23,7 +24,7 @@ boundary lies does not matter, only that it is the same for every layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed.built_model import TrainedModel
@@ -52,6 +53,7 @@ class Marks:
         self.executed: list[str] = []
         self.layers: tuple[int, ...] = ()
         self._inside = False
+        self._ops: tuple[str, ...] = ()  # of the action that runs
 
     @contextlib.contextmanager
     def watching(self, model: TrainedModel) -> Iterator[None]:
@@ -63,19 +65,23 @@ class Marks:
 
         journal, handles, counts = Journal(), list[Any](), list[int]()
         try:
-            self._wrap(journal, schedule_steps(), "forward_step", lambda args: "F")
-            self._wrap(journal, schedule_steps(), "backward_step", lambda args: "B")
+            self._wrap(journal, schedule_steps(), "forward_step", lambda args: ("F",))
+            self._wrap(journal, schedule_steps(), "backward_step", lambda args: ("B",))
             self._wrap_call(journal, model.optimizer, "zero_grad", Part.CLEAR, Part.OPEN)
             self._wrap_call(journal, model.optimizer, "step", Part.UPDATE, Part.CLOSE)
             for name in ("forward", "backward", "weight_gradients", "recompute"):
-                self._wrap(journal, MegatronWork, name, lambda args: str(args[1].op))
+                self._wrap(journal, MegatronWork, name, lambda args: (args[1].op,))
+            numbers: dict[Any, tuple[int, int]] = {}  # layer -> its chunk and number
             for chunk, module in enumerate(model.chunks):
                 layers = [one for one in module.modules() if isinstance(one, TransformerLayer)]
                 counts.append(len(layers))
                 for index, layer in enumerate(layers):
+                    numbers[layer] = chunk, index
                     last = index == len(layers) - 1
                     handles += self._layer_hooks(layer, chunk, index, last)
             self.layers = tuple(counts)
+            if model.chunks[0].config.overlap_moe_expert_parallel_comm:
+                self._wrap_pairs(journal, numbers)
             self._enter(-1, Part.HEAD, 0)
             yield
         finally:
@@ -100,16 +106,18 @@ class Marks:
     def _now(self) -> int:
         return len(self.executed) - 1
 
-    def _wrap(self, journal: Journal, owner: Any, name: str, op_of: Callable[[Any], str]) -> None:
+    def _wrap(
+        self, journal: Journal, owner: Any, name: str, ops_of: Callable[[Any], tuple[str, ...]]
+    ) -> None:
         inner = getattr(owner, name)
 
         def action(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # the work of a plan calls Megatron's forward_step
                 return inner(*args, **kwargs)
-            op = op_of(args)
-            self.executed.append(op)
+            self._ops = ops_of(args)
+            self.executed += self._ops
             self._inside = True
-            self._enter(self._now, _FIRST.get(op, Part.BACK_PRE), 0)
+            self._enter(self._now, _FIRST.get(self._ops[0], Part.BACK_PRE), 0)
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -118,6 +126,36 @@ class Marks:
                 self._enter(self._now, Part.END if last else Part.GAP, 0)
 
         journal.set(owner, name, action, owner="planner")
+
+    def _wrap_pairs(self, journal: Journal, numbers: Mapping[Any, tuple[int, int]]) -> None:
+        """Mark the work of layers that run in parts, beside those of another micro-batch."""
+        from mindspeed.adaptor.watched_calls import layer_of_parts, layers_in_parts
+        from mindspeed.pipeline.schedule.megatron_pairs import PairedWork
+
+        for name in ("forward", "backward"):
+            self._wrap(journal, PairedWork, name, lambda args: (args[1].op,))
+        self._wrap(journal, PairedWork, "pair", lambda args: (args[1].op, args[2].op))
+        run = layers_in_parts().run
+
+        def marked(ahead: Any, behind: Any, *args: Any, **kwargs: Any) -> Any:
+            last = True
+            if behind is not None:
+                chunk, layer = numbers[layer_of_parts(behind)]
+                self._check_chunk(self._now, chunk)
+                part, last = Part.BACK, layer == 0
+            if ahead is not None:
+                chunk, layer = numbers[layer_of_parts(ahead)]
+                self._check_chunk(self._now - len(self._ops) + 1, chunk)
+                part = Part.LAYER if behind is None else Part.BOTH
+                last = last and layer == self.layers[chunk] - 1
+            self._inner(part, layer)
+            try:
+                return run(ahead, behind, *args, **kwargs)
+            finally:
+                if last:
+                    self._inner(Part.POST if self._ops[:1] == ("F",) else Part.BACK_PRE, 0)
+
+        journal.set(layers_in_parts(), "run", staticmethod(marked), owner="planner")
 
     def _wrap_call(
         self, journal: Journal, owner: Any, name: str, during: Part, after: Part
@@ -140,13 +178,7 @@ class Marks:
 
         def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            if self._inside and self._now < len(self._planned):
-                planned = self._planned[self._now]
-                if planned.chunk != chunk:
-                    raise PlanError(
-                        f"action {self._now} of the schedule ran chunk {chunk} instead of the "
-                        f"planned {planned.op} of chunk {planned.chunk}"
-                    )
+            self._check_chunk(self._now, chunk)
             self._inner(Part.LAYER if self._forward else Part.AGAIN, index)
             if index == 0 and hidden.requires_grad:
                 hidden.register_hook(mark(Part.BACK_PRE, 0))
@@ -162,6 +194,15 @@ class Marks:
             layer.register_forward_pre_hook(enter, with_kwargs=True),
             layer.register_forward_hook(leave),
         ]
+
+    def _check_chunk(self, action: int, chunk: int) -> None:
+        if self._inside and action < len(self._planned):
+            planned = self._planned[action]
+            if planned.chunk != chunk:
+                raise PlanError(
+                    f"action {action} of the schedule ran chunk {chunk} instead of the planned "
+                    f"{planned.op} of chunk {planned.chunk}"
+                )
 
     @property
     def _forward(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -23,9 +23,10 @@ class Part(Enum):
     HEAD = "head"  # before gradients are zeroed
     CLEAR = "clear"  # the optimizer zeroes gradients
     OPEN = "open"  # until the first action
-    PRE = "pre"  # a forward, before its first layer
+    PRE = "pre"  # a forward, or a pair, before its first layer
     LAYER = "layer"  # forward of a layer
-    POST = "post"  # a forward, after its last layer
+    BOTH = "both"  # forward of a layer, and backward of a layer of another micro-batch
+    POST = "post"  # a forward, or a pair, after its last layer
     BACK_POST = "back post"  # a backward, before the gradient of the last layer is known
     AGAIN = "again"  # a layer is computed once more
     BACK = "back"  # backward of a layer
@@ -38,7 +39,7 @@ class Part(Enum):
 
 BUILT = ("weights", "gradients", "main weights", "optimizer")
 """Kinds of memory that exist before the first forward, or that the optimizer makes."""
-PER_LAYER = (Part.LAYER, Part.AGAIN, Part.BACK)
+PER_LAYER = (Part.LAYER, Part.BOTH, Part.AGAIN, Part.BACK)
 OF_LAYERS = (*PER_LAYER, Part.POST, Part.BACK_POST, Part.BACK_PRE)
 """Parts that free what layers keep, or whose operations are those of layers."""
 AFTER = (Part.END, Part.UPDATE, Part.CLOSE)
@@ -53,11 +54,14 @@ class Place(NamedTuple):
         op: as in :mod:`mindspeed.pipeline.schedule.actions`.
         chunk: model chunk of the rank.
         micro_batch: number of the micro-batch.
+        paired: it is a backward that runs at the same time as the forward before it; its index is
+            that of both.
     """
 
     op: str
     chunk: int
     micro_batch: int
+    paired: bool = False
 
 
 Row = tuple[Place, ...]
@@ -85,12 +89,19 @@ def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tupl
     plan = build(request, ranks, chunks, count)
     return tuple(
         tuple(
-            Place(a.op, plan.placement.chunk(a.stage), a.microbatch)
-            for a in row
+            Place(a.op, plan.placement.chunk(a.stage), a.microbatch, before in plan.paired)
+            for before, a in zip((None, *row), row, strict=False)
             if a.op not in "GOL" and a.microbatch is not None
         )
         for row in plan.rows
     )
+
+
+def actions_of(row: Sequence[Place]) -> Iterator[tuple[int, Place, Place | None]]:
+    """Index of each action, the action, and the forward that runs at the same time, if any."""
+    for action, place in enumerate(row):
+        if action + 1 == len(row) or not row[action + 1].paired:
+            yield action, place, row[action - 1] if place.paired else None
 
 
 class Message(NamedTuple):

@@ -27,12 +27,14 @@ from mindspeed.planner.time.prediction import (
     stage_costs,
 )
 from mindspeed.planner.time.step_plan import (
+    EXCHANGE,
     DataParallel,
     dense_ranks,
     expert_ranks,
     group_ranks,
     step_plan,
 )
+from mindspeed.planner.time.whole_ranks import hidden_seconds, still_exposed
 
 
 def predict(
@@ -55,7 +57,11 @@ def predict(
     chunks: list[dict[str, float]] = [{} for _ in shape.stages]
     for one, stages in zip(traces, shape.placement.stages, strict=True):
         for (op, chunk), seconds in one.step.seconds.items():
-            chunks[stages[chunk]][op] = seconds
+            own = chunks[stages[chunk]]
+            own[op] = seconds
+            if shape.request.pairs:  # which hide their all-to-alls
+                own[op] -= one.step.exchanges[op, chunk]
+                own[EXCHANGE] = one.step.exchanges["F", chunk] / 2
     costs = stage_costs(chunks, shape, cluster)
     plans = step_plan(shape, costs)
     memory = [(one.static, one.peak) for one in traces]
@@ -65,6 +71,11 @@ def predict(
         for one, kind, edge in zip(traces, shape.kinds_on(cluster), edges, strict=True)
     ]
     waits = [_waits(one) for one in traces]
+    if shape.request.pairs:
+        waits = [
+            still_exposed(one, hidden_seconds(rank, plans.short, shape, costs))
+            for rank, one in enumerate(waits)
+        ]
     flops = sum(one.step.flops for one in traces) / shape.ranks
     more = more_when_uneven([(_busy(one), _routed(one)) for one in traces], shape)
     found = assembled(shape, cluster, plans, memory, ends, waits, flops, layout, more)
@@ -75,7 +86,11 @@ def predict(
 
 def _busy(trace: RankTrace) -> float:
     """Seconds of the actions of a rank."""
-    return sum(trace.step.seconds[place[:2]] for place in trace.step.row)
+    known = dict(trace.step.seconds)
+    for (op, chunk), seconds in trace.step.seconds.items():
+        if op == "I":  # whole ones may run in pairs only
+            known.setdefault(("B", chunk), seconds + known["W", chunk])
+    return sum(known[place[:2]] for place in trace.step.row)
 
 
 def _routed(trace: RankTrace) -> float:

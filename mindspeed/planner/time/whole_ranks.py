@@ -131,7 +131,7 @@ def predict_whole(
     waits = [{n: t * shape.micro_batches for n, t in one.waits.items()} for one in figures]
     if costs.exchange:
         waits = [
-            _exposed(one, _hidden(rank, plans.short, shape, costs))
+            still_exposed(one, hidden_seconds(rank, plans.short, shape, costs))
             for rank, one in enumerate(waits)
         ]
     flops = sum(one.flops * len(one.pipeline_ranks) for one in found.ranks) / shape.ranks
@@ -230,7 +230,7 @@ def _of_parts(found: TimedStep, chunk: int) -> dict[str, float]:
     return {op: times[op] for op in "FIW"} | {"B": backward, EXCHANGE: times[EXCHANGE] / 4}
 
 
-def _hidden(rank: int, plan: Plan, shape: Shape, costs: StageCosts) -> float:
+def hidden_seconds(rank: int, plan: Plan, shape: Shape, costs: StageCosts) -> float:
     """Seconds of all-to-alls that the pairs of a rank hide in a step."""
     row, found, pairs = plan.rows[rank], 0.0, 0
     for first, second in pairwise(row):
@@ -242,7 +242,7 @@ def _hidden(rank: int, plan: Plan, shape: Shape, costs: StageCosts) -> float:
     return found * (pairs + more) / pairs if pairs else 0.0
 
 
-def _exposed(waits: Mapping[str, float], hidden: float) -> dict[str, float]:
+def still_exposed(waits: Mapping[str, float], hidden: float) -> dict[str, float]:
     """What is left of the waits for the all-to-alls of experts."""
     found = dict(waits)
     for name in found:
