@@ -110,6 +110,21 @@ def test_a_search_counts_pairs_of_a_pipeline_where_the_job_asks_for_them():
     assert counted_whole(replace(shape, ranks=1), SimpleNamespace(expert_program="fb-overlap"))
 
 
+def test_a_search_composes_pairs_of_a_pipeline_where_the_job_asks_for_them():
+    from types import SimpleNamespace
+
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+    from mindspeed.planner.search.evaluator import is_dear
+
+    pairs = shaped(ScheduleRequest("dualpipev", pairs=True), 4, 16, again=False)
+    plain = shaped(ScheduleRequest("dualpipev"), 4, 16, again=False)
+    of_job, of_search = (SimpleNamespace(expert_program=x) for x in (None, "fb-overlap"))
+    assert is_dear(pairs, of_search)
+    assert not is_dear(pairs, of_job)
+    assert not is_dear(plain, of_search)
+    assert not is_dear(replace(pairs, ranks=1), of_search)
+
+
 def shaped(request, ranks, m, again):
     """A job of stages with four layers of experts each."""
     from mindspeed.planner.shape import PAIRS, Shape

@@ -178,6 +178,11 @@ class JobEvaluator:
                 f"{shape.unspliceable}: not composed of small runs; count the whole job with "
                 "mindspeed plan --check --whole"
             )
+        if is_dear(shape, layout):
+            raise NotSpliceable(
+                f"{PAIRS}: its rows are recorded with real layers, which takes too long for one of "
+                f"many candidates; to compare layouts with it, give it to the job"
+            )
         self._shapes[self.key(layout)] = shape
         self.price(layout)
 
@@ -233,7 +238,12 @@ def counted_whole(shape: Shape, layout: Layout) -> bool:
     """
     if shape.unspliceable != shape.whole_only:
         return False
-    return shape.ranks == 1 or (shape.whole_only == PAIRS and layout.expert_program is None)
+    return shape.ranks == 1 or (shape.whole_only == PAIRS and not is_dear(shape, layout))
+
+
+def is_dear(shape: Shape, layout: Layout) -> bool:
+    """Whether a search leaves pairs in a pipeline out: candidates have them, not the job."""
+    return shape.ranks > 1 and shape.request.pairs and layout.expert_program is not None
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:
