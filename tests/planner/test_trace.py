@@ -63,10 +63,10 @@ CASES = {
     "zb-v experts": (16, 24, APART + EXPERTS + V),
     "pairs of a V": (
         4,
-        18,
-        APART + EXPERTS + "--tensor-model-parallel-size 1 --num-layers 16 --moe-fb-overlap "
+        24,
+        APART + EXPERTS + "--tensor-model-parallel-size 1 --num-layers 12 --moe-fb-overlap "
         "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
-        "--pipeline-model-parallel-layout Ettt|ttttt|ttttt|tttL",
+        "--pipeline-model-parallel-layout Ett|tttt|tttt|ttL",
     ),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),

@@ -543,8 +543,6 @@ def _repeating(shape: Shape, row: Row, rank: int, reach: int) -> tuple[int, Midd
     """
     ranks, chunks, count = shape.ranks, shape.chunks, shape.micro_batches
     group = (shape.request.group_size or ranks) if chunks > 1 else 1
-    if shape.request.pairs and not shape.placement.loops:
-        group = 1  # recorded with real layers, which take long
     enough = 2 * ranks // chunks + (1 + 2 * reach) * group
     for short in range(enough + (count - enough) % group, count, group):
         try:
