@@ -9,7 +9,9 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan, unchecked_plan
+from mindspeed.pipeline.schedule.checker import check
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, unchecked_plan
 
 if TYPE_CHECKING:
     from mindspeed.planner.job import Overrides  # which imports Megatron
@@ -78,14 +80,25 @@ def row_of(request: ScheduleRequest, ranks: int, chunks: int, count: int, rank: 
     return _rows(request, ranks, chunks, count)[rank]
 
 
-planned_step = lru_cache(maxsize=16)(build_plan)
-"""The plan of a step, built and checked once; large ones take megabytes, so few are kept."""
+_unchecked = lru_cache(maxsize=16)(unchecked_plan)  # large ones take megabytes, so few are kept
+
+
+@lru_cache(maxsize=16)
+def planned_step(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> Plan:
+    """The plan of a step, built and checked once.
+
+    Raises:
+        ConfigError: the schedule does not exist for these sizes.
+    """
+    plan = _unchecked(request, ranks, chunks, count)
+    check(plan, request.memory_limit, request.costs)
+    return plan
 
 
 @lru_cache(maxsize=256)
 def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tuple[Row, ...]:
     # Rows are looked for among many; that of a recording is compared with what was executed.
-    build = planned_step if request.memory_limit is not None else unchecked_plan
+    build = planned_step if request.memory_limit is not None else _unchecked
     plan = build(request, ranks, chunks, count)
     return tuple(
         tuple(
