@@ -38,6 +38,11 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
     "--expert-model-parallel-size 2 --transformer-impl transformer_engine "
 )
+PAIRS = (
+    f"{APART}{EXPERTS}--tensor-model-parallel-size 1 --num-layers 12 --moe-fb-overlap "
+    "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
+    "--pipeline-model-parallel-layout Ett|tttt|tttt|ttL"
+)
 CASES = {
     "uneven stages": (32, 24, FOUR + "--num-layer-list 3,1,2,2"),
     "equal stages": (24, 24, APART + "--num-layers 24 --pipeline-model-parallel-size 6"),
@@ -61,13 +66,8 @@ CASES = {
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "zb-v experts": (16, 24, APART + EXPERTS + V),
-    "pairs of a V": (
-        4,
-        24,
-        APART + EXPERTS + "--tensor-model-parallel-size 1 --num-layers 12 --moe-fb-overlap "
-        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
-        "--pipeline-model-parallel-layout Ett|tttt|tttt|ttL",
-    ),
+    "pairs of a V": (4, 24, PAIRS),
+    "pairs of a V, its ends": (4, 24, PAIRS),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
     "context, core attention again, one copy of weights": (
@@ -92,7 +92,7 @@ STAGES = {
     "three chunks, ring": (1,),
     "uneven stages": (0, 3),
     "equal stages": (1, 4),
-    "pairs of a V": (0, 1),
+    "pairs of a V": (1,),
     "interleaved": (3,),
     "interleaved experts": (2, 7),
     "interleaved experts, computed again": (1,),
@@ -180,7 +180,9 @@ def test_spliced_seconds_are_those_of_the_whole_job():
 
 
 # What is computed again, and dense layers before experts, are in other rows and in test_walked.py.
-@pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved experts, *", "zb-v experts")
+@pytest.mark.weekly_cases(
+    *("zb-h1", "context, *", "interleaved experts, *", "zb-v experts", "pairs of a V, *")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("imported_ahead")
