@@ -14,6 +14,7 @@ from tests.support.lazy import Lazy
 holding = Lazy("mindspeed.planner.compose.held")
 recording = Lazy("mindspeed.planner.count.recording")
 splicing = Lazy("mindspeed.planner.compose.splice")
+surroundings = Lazy("mindspeed.planner.compose.surroundings")
 templates = Lazy("mindspeed.planner.compose.templates")
 words = Lazy("mindspeed.planner.compose.words")
 
@@ -102,10 +103,10 @@ def test_layers_of_a_pair_depend_on_those_of_both_chunks(behind, layers):
     place = recording.Place
     row = [place("F", 0, 0), place("F", 1, 0), place("F", 0, 1), place("B", 1, 0, True)]
     chunks = [word("ab"), word(behind)]
-    found = templates.Templates({}, templates.place_in_row, 0)
+    found = templates.Templates({}, surroundings.place_in_row, 0)
     keys = [key for action, key in found.keys(row, chunks) if action == 3 and key.op]
     assert ["".join(one.kind for one in key.layers) for key in keys] == layers
-    assert {key.ahead for key in keys} == {(0, templates.turns_of(row)[2])}
+    assert {key.ahead for key in keys} == {(0, surroundings.turns_of(row)[2])}
 
 
 LAYER, GRADIENT, HIDDEN = 100, 40, 10
@@ -149,7 +150,7 @@ def peak_of(one) -> int:
 
 def templates_of(one, layers: int):
     """Templates of an invented step."""
-    return templates.Templates.of(one, [word("a" * layers)], templates.messages_near, 1)
+    return templates.Templates.of(one, [word("a" * layers)], surroundings.messages_near, 1)
 
 
 def spliced(layers: int, batches: int, **given: int):
@@ -292,17 +293,17 @@ def test_few_ranks_cover_the_rows_of_many():
 
     from mindspeed.pipeline.schedule.placement import Placement
     from mindspeed.pipeline.schedule.schedules import ScheduleRequest
-    from mindspeed.planner.compose import covering
+    from mindspeed.planner.compose import short_rows
 
     shape = SimpleNamespace(
         request=ScheduleRequest(), ranks=16, chunks=1, placement=Placement.loop(16)
     )
     for rank, row in enumerate(rows_of(16, 64)):
-        wanted = covering._seen(row)
-        size = covering._fewest(shape, wanted, covering._seen, rank == 0, rank == 15)
+        wanted = short_rows.seen_in_1f1b(row)
+        size = short_rows.fewest(shape, wanted, short_rows.seen_in_1f1b, rank == 0, rank == 15)
         ranks, small, count = size
         assert ranks <= 5 and count <= 8
-        assert covering._seen(row) <= covering._seen(rows_of(ranks, count)[small])
+        assert short_rows.seen_in_1f1b(row) <= short_rows.seen_in_1f1b(rows_of(ranks, count)[small])
         assert (small == 0, small == ranks - 1) == (rank == 0, rank == 15)
 
 
@@ -366,7 +367,7 @@ def test_few_interleaved_ranks_cover_the_rows_of_many(ranks):
         request = ScheduleRequest("interleaved", group_size=ranks)
         return recording.row_of(request, ranks, 2, count, rank)
 
-    seen = templates.seen_near
+    seen = surroundings.seen_near
     for rank in (ranks // 2, ranks - 1):
         small = [
             (few, at)

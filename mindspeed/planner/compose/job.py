@@ -15,15 +15,10 @@ from typing import Any
 from mindspeed.errors import PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.covering import (
-    Cover,
-    Layers,
-    covering,
-    is_interleaved,
-    is_plain,
-)
+from mindspeed.planner.compose.covering import Cover, Layers, covering, is_plain
 from mindspeed.planner.compose.estimate import estimate
 from mindspeed.planner.compose.rank import RankTrace, trace, with_replicas
+from mindspeed.planner.compose.short_rows import is_interleaved
 from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count import planned_tensors
 from mindspeed.planner.count.cache import RunCache

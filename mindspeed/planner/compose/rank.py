@@ -10,22 +10,24 @@ from functools import partial
 from mindspeed.planner.compose.covering import Cover, turn_of
 from mindspeed.planner.compose.held import held_by, revealed
 from mindspeed.planner.compose.splice import Spliced, micro_batches, splice
-from mindspeed.planner.compose.templates import (
+from mindspeed.planner.compose.surroundings import (
     Around,
+    Surroundings,
+    Turn,
+    messages_near,
+    nothing_near,
+    turns_of,
+)
+from mindspeed.planner.compose.templates import (
     Growth,
     Key,
     NotSpliceable,
-    Surroundings,
     Template,
     Templates,
-    Turn,
     freed_in,
     freeing,
-    messages_near,
-    nothing_near,
     own_seconds,
     summed,
-    turns_of,
 )
 from mindspeed.planner.compose.words import Word
 from mindspeed.planner.count.recording import (
