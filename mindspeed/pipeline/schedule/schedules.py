@@ -102,6 +102,7 @@ def build_plan(
     chunks: int,
     num_microbatches: int,
     forward_only: bool = False,
+    checked: bool = True,
 ) -> Plan:
     """The plan of one step.
 
@@ -111,46 +112,38 @@ def build_plan(
         chunks: v, model chunks of each rank.
         num_microbatches: m of this step.
         forward_only: an evaluation; the kind then only decides on the placement.
+        checked: prove that it ends and fits into memory, which takes longest.
 
     Raises:
         ConfigError: the schedule does not exist for these sizes; names what would do.
     """
-    plan = unchecked_plan(request, ranks, chunks, num_microbatches, forward_only)
-    if forward_only:
-        check(plan, forward_only=True)
-    else:
-        check(plan, request.memory_limit, request.costs)
-    return plan
-
-
-def unchecked_plan(
-    request: ScheduleRequest,
-    ranks: int,
-    chunks: int,
-    num_microbatches: int,
-    forward_only: bool = False,
-) -> Plan:
-    """:func:`build_plan` without the proof that it ends and fits into memory."""
     placement = request.placement(ranks, chunks)
     if request.pairs and not forward_only:
         _check_pairs(request)
     _check_sizes(request, placement, ranks, chunks, num_microbatches, forward_only)
     if forward_only:
         rows = orders.forward_only(placement, num_microbatches)
-        return Plan(placement, rows, num_microbatches, name="forward only")
+        plan = Plan(placement, rows, num_microbatches, name="forward only")
+        check(plan, forward_only=True)
+        return plan
     if request.plan is not None:
-        return replace(request.plan, sizes=relative_sizes(request.sizes))
-    if request.order is not None:
+        plan = replace(request.plan, sizes=relative_sizes(request.sizes))
+    elif request.order is not None:
         rows = request.order(placement, num_microbatches)
         plan = Plan(
             placement, rows, num_microbatches, relative_sizes(request.sizes), _name(request)
         )
-        return _recomputing(request, with_reductions(plan))
-    if request.kind not in _BUILDERS:
+        plan = _recomputing(request, with_reductions(plan))
+    elif request.kind in _BUILDERS:
+        plan = _BUILDERS[request.kind](request, placement, num_microbatches)
+        plan = _recomputing(request, plan)
+    else:
         raise ConfigError(
             f"--pipeline-schedule {request.kind} is none of {', '.join(KINDS)} and no file"
         )
-    return _recomputing(request, _BUILDERS[request.kind](request, placement, num_microbatches))
+    if checked:
+        check(plan, request.memory_limit, request.costs)
+    return plan
 
 
 def _name(request: ScheduleRequest) -> str:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mindspeed.pipeline.schedule.checker import check
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.schedules import ScheduleRequest, unchecked_plan
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 
 if TYPE_CHECKING:
     from mindspeed.planner.job import Overrides  # which imports Megatron
@@ -80,7 +80,8 @@ def row_of(request: ScheduleRequest, ranks: int, chunks: int, count: int, rank: 
     return _rows(request, ranks, chunks, count)[rank]
 
 
-_unchecked = lru_cache(maxsize=16)(unchecked_plan)  # large ones take megabytes, so few are kept
+# Large ones take megabytes, so few are kept.
+_unchecked = lru_cache(maxsize=16)(partial(build_plan, checked=False))
 
 
 @lru_cache(maxsize=16)
