@@ -32,7 +32,7 @@ from mindspeed.compare import rank_files
 from mindspeed.compare.digest import WIDTH, Elements, bits, digest
 from mindspeed.compare.names import NO_MICRO_BATCH
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.instruments.instrument import PhaseTracker, in_backward
+from mindspeed.instruments.instrument import PhaseTracker, arguments_of, in_backward
 from mindspeed.instruments.ledger import CommunicationMode
 from mindspeed.journal import Journal
 
@@ -255,8 +255,7 @@ class CollectiveRecorder(CommunicationMode):
         events = self.communications(func, args, kwargs) if traits.collective else ()
         if not events:
             return func(*args, **kwargs)
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = arguments_of(func, args, kwargs)
         name = traits.name.split("::")[1]
         read = _PARTS.get(name) if traits.plain else None
         sent: list[Part] = []

@@ -111,6 +111,11 @@ class PhaseTracker:
         return self._local.regions
 
 
+def arguments_of(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments of an operator by their names."""
+    return {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward: a forward that runs is a recomputation."""
     return _backward_pass() != -1

@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments.flops import Formula, formula_of
-from mindspeed.instruments.instrument import Instrument, PhaseTracker
+from mindspeed.instruments.instrument import Instrument, PhaseTracker, arguments_of
 from mindspeed.ops import registry
 from mindspeed.ops.process_groups import resolve
 
@@ -228,8 +228,7 @@ class CommunicationMode(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if func.namespace not in NAMESPACES or name not in _OPERATORS:
             return []
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = arguments_of(func, args, kwargs)
         return list(_communications(name, given, self._phase.current()))
 
     def _inside(self, operator: registry.Operator, args: tuple[Any, ...]) -> Any:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed.device import host_tensors
 from mindspeed.device.wrapped_tensors import any_wraps, held
-from mindspeed.instruments.instrument import Instrument
+from mindspeed.instruments.instrument import Instrument, arguments_of
 from mindspeed.journal import Journal
 
 HOST = "host"
@@ -130,7 +130,7 @@ class LiveMemory(Instrument):
         """
         self._latest = None
         works = [x for x in tree_leaves(result) if isinstance(x, torch.ScriptObject)]
-        named = _given(func, args, kwargs) if works else {}
+        named = arguments_of(func, args, kwargs) if works else {}
         if not named.get("async_op", True):
             return  # on the stream of the program
         for one in works:
@@ -212,11 +212,6 @@ def kinds_of(work: Any) -> Iterator[Any]:
         yield work
     for kind in work.__subclasses__():
         yield from kinds_of(kind)
-
-
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments of an operator by their names."""
-    return {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
 
 
 class _Mode(TorchDispatchMode):
