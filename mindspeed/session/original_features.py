@@ -206,7 +206,7 @@ def apply_added_features(args: Mapping[str, Any] | argparse.Namespace) -> None:
     if all(isinstance(feature, _OurFeature) for feature in FEATURES_LIST):
         return
     given = vars(args) if isinstance(args, argparse.Namespace) else args
-    values = argparse.Namespace(**{**vars(get_mindspeed_args(get_defaults=True)), **given})
+    values = changed(get_mindspeed_args(get_defaults=True), **given)
     MindSpeedFeaturesManager.remove_patches()
     MindSpeedFeaturesManager.apply_features_pre_patches(values)
     MindSpeedFeaturesManager.apply_features_patches(values)

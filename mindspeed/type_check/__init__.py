@@ -12,7 +12,6 @@ pipeline. Data-parallel ranks are taken to sum their gradients, as Megatron's DD
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import itertools
 from collections import Counter
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.errors import ConfigError, MindSpeedError, PlanError
+from mindspeed.flags import changed
 
 if TYPE_CHECKING:
     import torch
@@ -131,9 +131,8 @@ def check_model(
     from mindspeed.type_check.report import describe
     from mindspeed.type_check.stage import ProvidedModel
 
-    job = copy.copy(args)
+    job = changed(args, planned_loop=ProvidedModel(model_provider))
     add_names_of_the_trainer(job)
-    job.planned_loop = ProvidedModel(model_provider)
     verdict = check_types(job, jobs)
     text = describe(job, verdict)
     if verdict.wrong is not None:
