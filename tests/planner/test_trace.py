@@ -206,6 +206,24 @@ def test_spliced_figures_are_those_of_the_whole_job(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported_ahead")
+def test_layers_keep_between_steps_what_is_of_the_last_micro_batch():
+    from dataclasses import replace
+
+    from mindspeed.planner.count.recorder import record
+
+    job, devices = job_of("interleaved experts, computed again")
+    layout, shape = isolated.call(shape_in, job, devices)
+    (cover,) = coverings.covering(layout, shape, [1])
+    late = cover.source.point
+    assert not late.step
+    points = late, replace(late, step=True), replace(late, bare=True)
+    found, real, bare = (isolated.call(record, job, point).static for point in points)
+    assert found == real
+    assert found != bare
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported_ahead")
 def test_messages_do_not_depend_on_the_time_that_bare_layers_take():
     """With a clock, actions of bare layers take no time; the messages are where they are sent."""
 

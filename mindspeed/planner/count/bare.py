@@ -49,22 +49,25 @@ class _Passed(torch.autograd.Function):
         return gradient.clone(), None, None, *made
 
 
-def make_bare(model: TrainedModel, memory: LiveMemory) -> None:
+def make_bare(model: TrainedModel, memory: LiveMemory, micro_batches: int | None = None) -> None:
     """Replace what the layers of a model compute.
 
     Args:
         model: the model.
         memory: counts its bytes.
+        micro_batches: in how many micro-batches; default: in all.
     """
     from megatron.core.transformer import TransformerLayer
 
     for chunk in model.chunks:
         for layer in chunk.modules():
             if isinstance(layer, TransformerLayer):
-                layer.forward = _passing(layer, chunk, memory)  # type: ignore[method-assign]
+                layer.forward = _passing(layer, chunk, memory, micro_batches)  # type: ignore[method-assign]
 
 
-def _passing(layer: Any, chunk: Any, memory: LiveMemory) -> Callable[..., Any]:
+def _passing(
+    layer: Any, chunk: Any, memory: LiveMemory, micro_batches: int | None
+) -> Callable[..., Any]:
     from mindspeed.adaptor.moe import moe_layers
 
     parameters = [one for one in layer.parameters() if one.requires_grad]
@@ -72,8 +75,14 @@ def _passing(layer: Any, chunk: Any, memory: LiveMemory) -> Callable[..., Any]:
     inner = [one for one in layer.modules() if one is not layer]
     experts = any(True for _ in moe_layers(layer))
     routed: list[Any] = []  # what the dispatcher has of the last micro-batch
+    real, done = layer.forward, [0, 0]  # micro-batches whose forward ran, and again in backward
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        again = torch._C._current_graph_task_id() != -1
+        done[again] += 1
+        if micro_batches is not None and done[again] > micro_batches:
+            routed.clear()
+            return real(hidden_states, *args, **kwargs)
         gathers = chunk.remove_forward_pre_hook_handles
         for module in filter(gathers.__contains__, inner):
             module._forward_pre_hooks[gathers[module].id](module)

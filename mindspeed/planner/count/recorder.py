@@ -152,7 +152,8 @@ def record_args(
         stage: pipeline rank.
         clock: of the step.
         bare: whether its layers are bare.
-        a_step: whether a step is recorded after the one that makes all states.
+        a_step: whether a step is recorded after the one that makes all states; if not, layers are
+            real in the last micro-batch, whose bytes they keep between steps.
     """
     from mindspeed.planner.count.balanced_routing import planned_rank
     from mindspeed.planner.count.bare import make_bare
@@ -168,16 +169,18 @@ def record_args(
         Recorder(clock) as recorder,
     ):
         step = StepOfRank(own, recorder)
-        if bare:
-            make_bare(step.model, recorder)
-        claim(recorder, step.model)
+        first = step.micro_batches
         if first_may_be_short(own):
-            step.run_shortest()
+            first = 1
         elif own.virtual_pipeline_model_parallel_size and not has_plan:
             group = own.microbatch_group_size_per_vp_stage or 0
-            step.run_shortest(max(group, own.pipeline_model_parallel_size))
-        else:
-            step.run()
+            first = max(group, own.pipeline_model_parallel_size)
+        if bare:
+            make_bare(step.model, recorder)
+        elif not a_step and {place.op for place in planned} <= {"F", "B"}:
+            make_bare(step.model, recorder, first - 1)
+        claim(recorder, step.model)
+        step.run_shortest(first)
         claim(recorder, step.model)
         gc.collect()
         static, host = Counter({k: n for k, n in recorder.now.items() if n}), recorder.host
