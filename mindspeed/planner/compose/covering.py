@@ -25,11 +25,11 @@ from mindspeed.planner.compose.short_rows import (
     Middle,
     Size,
     fewest,
+    has_all,
     is_interleaved,
     repeating,
     request_of_ranks,
     seen_in_1f1b,
-    small_row,
 )
 from mindspeed.planner.compose.surroundings import (
     Around,
@@ -210,10 +210,12 @@ def covering(
         NotSpliceable: none does.
     """
     if is_plain(layout, shape):
-        sizes = _sizes(shape, ranks)
+        sizes = _sizes(shape, ranks, seen_in_1f1b)
         covers = [_of_1f1b(layout, shape, rank, reach, sizes[rank]) for rank in ranks]
     else:
-        covers = [_of_row(layout, shape, rank, reach, layers) for rank in ranks]
+        short = layers is Layers.SHORT and is_interleaved(shape)
+        sizes = _sizes(shape, ranks, seen_near, True) if short else dict.fromkeys(ranks)
+        covers = [_of_row(layout, shape, rank, reach, layers, sizes[rank]) for rank in ranks]
     shortest: dict[object, Cover] = {}
     for rank, cover in zip(ranks, covers, strict=True):
         known = shortest.setdefault(_growth_of(cover, rank, shape), cover)
@@ -245,33 +247,34 @@ def is_plain(layout: Layout, shape: Shape) -> bool:
     return shape.chunks == 1 and layout.schedule is None
 
 
-def _sizes(shape: Shape, ranks: Sequence[int]) -> dict[int, Size]:
-    """Sizes that cover 1F1B ranks; those of one rank cover others with the same layers, too."""
-    found: dict[int, Size] = {}
+def _sizes(
+    shape: Shape, ranks: Sequence[int], seen: Callable[[Row], set[Any]], interleaved: bool = False
+) -> dict[int, Size | None]:
+    """Sizes that cover ranks; those of one rank cover others with the same layers, too."""
+    found: dict[int, Size | None] = {}
     known: dict[object, list[Size]] = {}
     for rank in sorted(ranks):  # the first of the middle needs most
         row, words = _row_and_words(shape, rank)
-        ends, wanted = (rank == 0, rank == shape.ranks - 1), seen_in_1f1b(row)
+        ends, wanted = (rank == 0, rank == shape.ranks - 1), seen(row)
         alike = known.setdefault((ends, words), [])
-        own = next((one for one in alike if wanted <= seen_in_1f1b(small_row(shape, one))), None)
-        if own is None:
-            own = fewest(shape, wanted, seen_in_1f1b, *ends)
-            alike.append(own or (shape.ranks, rank, shape.micro_batches))
-        found[rank] = own or alike[-1]
+        own = next((one for one in alike if has_all(shape, one, wanted, seen)), None)
+        if own is None and (own := fewest(shape, wanted, seen, *ends, interleaved)) is not None:
+            alike.append(own)
+        found[rank] = own
     return found
 
 
-def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int, size: Size) -> Cover:
+def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int, size: Size | None) -> Cover:
     row, whole = _row_and_words(shape, rank)
+    size = size or (shape.ranks, rank, shape.micro_batches)
     return _cover(layout, shape, size, whole, reach)(row, messages_near, messages_near)
 
 
-def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, layers: Layers) -> Cover:
+def _of_row(
+    layout: Layout, shape: Shape, rank: int, reach: int, layers: Layers, size: Size | None
+) -> Cover:
     row, whole = _row_and_words(shape, rank)
-    ends = rank == 0, rank == shape.ranks - 1
-    near, size = NearInRow(), None
-    if layers is Layers.SHORT and is_interleaved(shape):
-        size = fewest(shape, seen_near(row), seen_near, *ends, interleaved=True)
+    ends, near = (rank == 0, rank == shape.ranks - 1), NearInRow()
     middle, small, large = None, _between(near), _between(near)
     if size is None:
         count, middle = repeating(shape, row, rank, reach)

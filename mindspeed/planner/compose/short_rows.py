@@ -55,11 +55,6 @@ Size = tuple[int, int, int]
 """Ranks of a small pipeline, rank and micro-batches."""
 
 
-def small_row(shape: Shape, size: Size) -> Row:
-    ranks, rank, count = size
-    return row_of(request_of_ranks(shape, ranks), ranks, shape.chunks, count, rank)
-
-
 def seen_in_1f1b(row: Row) -> set[tuple[Place, Turn, Around]]:
     """What blocks of a row depend on, apart from layers."""
     return {
@@ -98,10 +93,16 @@ def fewest(
             request = request_of_ranks(shape, ranks)
             if is_interleaved(shape) and count % (request.group_size or ranks):
                 continue  # Megatron runs whole groups
-            shown = _shown(seen, request, ranks, shape.chunks, count, small)
-            if shown is not None and wanted <= shown:
+            if has_all(shape, (ranks, small, count), wanted, seen):
                 return ranks, small, count
     return None
+
+
+def has_all(shape: Shape, size: Size, wanted: set[Any], seen: Callable[[Row], set[Any]]) -> bool:
+    """Whether a row of a small pipeline has all of ``wanted``; see :func:`fewest`."""
+    ranks, rank, count = size
+    shown = _shown(seen, request_of_ranks(shape, ranks), ranks, shape.chunks, count, rank)
+    return shown is not None and wanted <= shown
 
 
 @lru_cache(maxsize=4096)
