@@ -1,6 +1,6 @@
 """The planner's times against published ones: all rows, one command.
 
-    python benchmarks/planner.py [--systems megatron-bridge-h100] [--recordings DIR] [--jobs 2]
+    python benchmarks/planner.py [--systems megatron-bridge-h100] [--recordings DIR]
 
 Every row of tests/planner/data/published_rows.csv that has enough fields is planned with the preset
 of its device (:mod:`planner_rows`, :mod:`planner_stacks`). Errors are of tokens per second and
