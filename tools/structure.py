@@ -8,7 +8,7 @@
 A neighbour is a module of the same folder; a module that only one neighbour imports is often half
 an idea. A circle is a set of modules that import each other, imports inside functions and for type
 checkers included. Flags are attributes of a namespace called ``args``; those of commands (``cli/``)
-are their own.
+are their own. Who translates such a namespace is an edge (:data:`EDGES`), all others take values.
 """
 
 from __future__ import annotations
@@ -27,6 +27,27 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 50  # lines of a function
 Graph = dict[str, set[str]]  # module -> modules that it imports
+EDGES = {
+    "mindspeed/adaptor/packed_documents.py": "the arguments of Megatron's own script",
+    "mindspeed/adaptor/repairs/scripts/flops.py": "the arguments of Megatron's own script",
+    "mindspeed/adaptor/repairs/scripts/jit_warmup.py": "the arguments of Megatron's own script",
+    "mindspeed/adaptor/script_job.py": "the arguments of Megatron's own script",
+    "mindspeed/job.py": "a job as dataclasses",
+    "mindspeed/models/config_json.py": "a Hugging Face config.json is read as flags and written",
+    "mindspeed/models/dense_families.py": "a Hugging Face config.json is read as flags and written",
+    "mindspeed/models/moe_configs.py": "a Hugging Face config.json is read as flags and written",
+    "mindspeed/models/shape.py": "the sizes of a model by short names",
+    "mindspeed/planner/layout.py": "a layout is read from flags and written as flags",
+    "mindspeed/planner/shape.py": "the sizes of a job by the planner's names",
+    "mindspeed/profiling/model_flops.py": "the sizes that determine FLOPs",
+    "mindspeed/session/session.py": "the class of the namespace, which shows other values",
+    "mindspeed/training/configs.py": "Megatron's configurations",
+    "mindspeed/training/resolve.py": "final values",
+    "mindspeed/training/resolve_parallel.py": "final values",
+    "mindspeed/training/resolve_run.py": "final values",
+    "mindspeed/training/zero.py": "final values: what --zero-stage stands for",
+}
+"""Modules that read or write the namespace of flags, because they translate it -> what to."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,7 @@ class Structure:
     classes_twice: tuple[str, ...]
     flag_writes: tuple[str, ...]
     flag_reads: tuple[str, ...]
+    flags_at_edges: tuple[str, ...]
 
 
 def on_disk(root: Path = ROOT, package: str = "mindspeed") -> dict[str, str]:
@@ -140,12 +162,17 @@ def single_importers(graph: Graph) -> dict[str, str]:
     }
 
 
-def flags_used(trees: Mapping[str, ast.Module], context: type[ast.expr_context]) -> Iterator[str]:
-    """Places outside commands that read (``ast.Load``) or write (``ast.Store``) a flag."""
+def flags_used(
+    trees: Mapping[str, ast.Module], *contexts: type[ast.expr_context], edges: bool = False
+) -> Iterator[str]:
+    """Places outside commands that read (``ast.Load``) or write (``ast.Store``) a flag.
+
+    Those of :data:`EDGES`, or all others.
+    """
     for path, tree in trees.items():
-        nodes = [] if "/cli/" in path else ast.walk(tree)
+        nodes = [] if "/cli/" in path or (path in EDGES) != edges else ast.walk(tree)
         for node in nodes:
-            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, context):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, contexts):
                 continue
             if ast.unparse(node.value).split(".")[-1].removeprefix("_") == "args":
                 yield f"{path}:{node.lineno} {node.attr}"
@@ -176,6 +203,7 @@ def structure(sources: Mapping[str, str]) -> Structure:
         classes_twice=tuple(f"{name}, {n} times" for name, n in sorted(classes.items()) if n > 1),
         flag_writes=tuple(flags_used(trees, ast.Store)),
         flag_reads=tuple(flags_used(trees, ast.Load)),
+        flags_at_edges=tuple(flags_used(trees, ast.Load, ast.Store, edges=True)),
     )
 
 
@@ -188,8 +216,9 @@ ROWS = {
     "circles": "import circles",
     "long_functions": f"functions over {LONG} lines",
     "classes_twice": "class names that stand more than once",
-    "flag_writes": "writes of flags outside commands",
-    "flag_reads": "reads of flags outside commands",
+    "flag_writes": "writes of flags outside edges and commands",
+    "flag_reads": "reads of flags outside edges and commands",
+    "flags_at_edges": "flags read or written at edges",
 }
 
 

@@ -147,39 +147,6 @@ def test_outside_device_nobody_asks_whether_the_device_is_called_cpu():
     assert not found, found
 
 
-# Who writes the namespace of flags; everybody else reads it (mindspeed.job), or makes a copy with
-# other values (mindspeed.flags.changed).
-MAY_WRITE_ARGUMENTS = {
-    "training/resolve.py": "final values",
-    "training/resolve_parallel.py": "final values",
-    "training/resolve_run.py": "final values",
-    "training/zero.py": "final values: what --zero-stage stands for",
-    "training/data.py": "final values: the vocabulary of the tokenizer",
-    "lora/flags.py": "final values: what the adapters' files say",
-    "training/raw_data.py": "flags that follow from raw data, before they are resolved",
-    "checkpoint/weights/convert.py": "values of the checkpoint that is written",
-    "inference/gpt_model.py": "flags, before they are resolved",
-    "inference/load.py": "flags, before they are resolved",
-    "planner/job.py": "final values: what a plan assumes about experts",
-    "planner/scripts.py": "final values of another's script",
-    "planner/count/loop.py": "a copy with other micro-batches",
-}
-
-
-def test_final_values_are_written_in_one_place() -> None:
-    found = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in files(SUITE)
-        for node in ast.walk(parsed(path))
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))
-        for target in ast.walk(node)
-        if isinstance(target, ast.Attribute)
-        and isinstance(target.ctx, ast.Store)
-        and ast.unparse(target.value) in ("args", "settings.args")
-    }
-    assert found == set(MAY_WRITE_ARGUMENTS)
-
-
 def test_what_another_room_must_know_of_features_is_a_trait() -> None:
     """No list of features outside ``features/``: a feature of a plug-in would be missing in it."""
     features = all_features()
@@ -206,49 +173,3 @@ def test_outside_features_only_the_registry_is_imported() -> None:
         if one.name.startswith("mindspeed.features.") and not one.name.startswith(doors)
     ]
     assert found == []
-
-
-# Where the suite reads a fact of the job by its flag: to derive it, or for Megatron's functions.
-MAY_READ_FACTS = {
-    "training/raw_data.py": "flags, before they are resolved",
-    "training/resolve.py": "final values",
-    "training/resolve_parallel.py": "final values",
-    "training/resolve_run.py": "final values",
-    "training/data.py": "final values: the vocabulary of the tokenizer",
-    "training/setup.py": "Megatron's process groups",
-    "training/zero.py": "final values: what --zero-stage stands for",
-    "training/configs.py": "Megatron's configurations",
-    "training/sinks.py": "the length of the progress bar",
-    "training/step.py": "whether losses are scaled, next to the flags of the scale",
-    "training/scripts.py": "a refusal by the flag's name",
-    "inference/gpt_model.py": "a refusal by the flag's name",
-    "models/model_extras.py": "a refusal by the flag's name",
-    "planner/layout.py": "a layout is read from flags, and written as flags",
-    "planner/scripts.py": "batches of another's script",
-    "planner/interval.py": "the kind of fp8, next to the flags that say more of it",
-    "planner/count/loop.py": "a reader of micro-batches, of which tests give it a part",
-    "planner/search/bounds.py": "bytes of optimizer states, next to the optimizer's flags",
-    "planner/search/space.py": "sizes of a job in any layout",
-}
-
-
-def facts_read(tree: ast.AST) -> set[str]:
-    """Names that are read from a variable or attribute called ``args``."""
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Load)
-        and ast.unparse(node.value).split(".")[-1].removeprefix("_") == "args"
-    }
-
-
-def test_the_suite_reads_facts_of_the_job_from_its_dataclasses() -> None:
-    facts = facts_read(parsed(PACKAGE / "job.py"))
-    assert {"world_size", "train_iters", "micro_batch_size", "bf16"} <= facts
-    found = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in files(SUITE)
-        if facts_read(parsed(path)) & facts
-    }
-    assert found == set(MAY_READ_FACTS)
