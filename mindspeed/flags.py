@@ -102,14 +102,13 @@ def _declared(options: type) -> tuple[Flag, ...]:
 
 
 def read(options: type[Options], args: argparse.Namespace) -> Options:
-    """The final values of the flags of ``options``.
+    """The final values of the fields of ``options``, a dataclass of flags of ours or Megatron's.
 
     Args:
         args: one that lacks a flag (an older release has saved it) means the default.
     """
-    values = vars(args)
-    known = {item.name for item in flags_of(options)} & values.keys()
-    return options(**{name: values[name] for name in known})
+    values, fields = vars(args), dataclasses.fields(options)  # type: ignore[arg-type]
+    return options(**{one.name: values[one.name] for one in fields if one.name in values})
 
 
 def changed(args: argparse.Namespace, **values: Any) -> argparse.Namespace:

@@ -15,6 +15,8 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -28,6 +30,8 @@ class Parallel:
         data: data parallel size, without context parallelism.
         expert: expert parallel size.
         expert_tensor: tensor parallel size of experts.
+        sequence: ranks that share the activations between layers (``--sequence-parallel``).
+        placed: the user says which layers each stage has (``--pipeline-model-parallel-layout``).
         chunks: virtual pipeline stages of a rank; None without interleaving.
         pipeline_innermost: neighbouring ranks are pipeline stages (``--use-tp-pp-dp-mapping``).
     """
@@ -39,6 +43,8 @@ class Parallel:
     data: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    sequence: int = 1
+    placed: bool = False
     chunks: int | None = None
     pipeline_innermost: bool = False
 
@@ -55,6 +61,8 @@ class Parallel:
             data=args.data_parallel_size,
             expert=args.expert_model_parallel_size,
             expert_tensor=tensor if expert_tensor is None else expert_tensor,
+            sequence=tensor if vars(args).get("sequence_parallel") else 1,
+            placed=bool(vars(args).get("pipeline_model_parallel_layout")),
             chunks=args.virtual_pipeline_model_parallel_size,
             pipeline_innermost=args.use_tp_pp_dp_mapping,
         )
@@ -88,12 +96,18 @@ class Sharding:
         stage: of ZeRO, by Megatron-FSDP: 2 shards gradients, 3 parameters too; 0 without it.
         overlap_gradients: gradients are reduced while backward runs.
         overlap_parameters: parameters are gathered while forward runs.
+        align_gradients: all pipeline stages reduce gradients at the same time.
+        align_parameters: all pipeline stages gather parameters at the same time.
+        gather_in_step: parameters are gathered while the optimizer updates others.
     """
 
     distributed_optimizer: bool = False
     stage: int = 0
     overlap_gradients: bool = False
     overlap_parameters: bool = False
+    align_gradients: bool = True
+    align_parameters: bool = False
+    gather_in_step: bool = False
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Sharding:
@@ -105,6 +119,9 @@ class Sharding:
             stage=(3 if parameters else 2) if values.get("use_megatron_fsdp") else 0,
             overlap_gradients=bool(values.get("overlap_grad_reduce")),
             overlap_parameters=bool(values.get("overlap_param_gather")),
+            align_gradients=values.get("align_grad_reduce", True),
+            align_parameters=bool(values.get("align_param_gather")),
+            gather_in_step=bool(values.get("overlap_param_gather_with_optimizer_step")),
         )
 
     @property
@@ -157,16 +174,20 @@ class Precision:
     Attributes:
         name: of parameters and activations: ``bf16``, ``fp16`` or ``fp32``.
         products: of linear layers, whose peak rate a device has: the same, or ``fp8``.
+        low: format of their entries: ``fp8``, ``mxfp8``, ``nvfp4``; None: as parameters.
     """
 
     name: str
     products: str
+    low: str | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Precision:
         """Read from the flags."""
-        name = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-        return cls(name, "fp8" if args.fp8 else name)
+        name, values = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", vars(args)
+        if args.fp8:
+            return cls(name, "fp8", "mxfp8" if values.get("fp8_recipe") == "mxfp8" else "fp8")
+        return cls(name, name, "nvfp4" if values.get("fp4") else None)
 
     @property
     def narrow(self) -> bool:
@@ -177,6 +198,106 @@ class Precision:
     def element(self) -> int:
         """Bytes of a parameter or activation."""
         return 2 if self.narrow else 4
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """The layers of experts of a model.
+
+    Attributes:
+        count: experts of a layer, on all ranks; 0: the model has none.
+        topk: experts of a token.
+        groups: of equally many experts.
+        group_topk: groups that contain the experts of a token.
+        forced: experts get equal numbers of tokens (``--moe-router-force-load-balancing``).
+        dispatcher: ``--moe-token-dispatcher-type``.
+    """
+
+    count: int
+    topk: int
+    groups: int
+    group_topk: int
+    forced: bool
+    dispatcher: str
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> MixtureOfExperts:
+        """Read from final values."""
+        values = vars(args)
+        return cls(
+            count=args.num_experts or 0,
+            topk=values.get("moe_router_topk") or 0,
+            groups=values.get("moe_router_num_groups") or 1,
+            group_topk=values.get("moe_router_group_topk") or 1,
+            forced=bool(values.get("moe_router_force_load_balancing")),
+            dispatcher=values.get("moe_token_dispatcher_type") or "",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What an optimizer keeps of a parameter.
+
+    Attributes:
+        name: ``--optimizer``.
+        moments: dtypes of both moments.
+        quantized: moments have eight bits and scales, except those of some parameters if
+            ``exempt``.
+        exempt: see above.
+        half_master: the fp32 copy of a 16-bit parameter takes only two bytes more.
+        offloaded: in host memory.
+        gradient: bytes of an entry of a gradient that is reduced.
+    """
+
+    name: str
+    moments: tuple[torch.dtype, torch.dtype]
+    quantized: bool
+    exempt: bool
+    half_master: bool
+    offloaded: bool
+    gradient: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> OptimizerStates:
+        """Read from final values."""
+        remainders = args.use_precision_aware_optimizer and args.store_param_remainders
+        shared = args.reuse_fp32_param or (remainders and args.bf16)
+        return cls(
+            name=args.optimizer,
+            moments=(args.exp_avg_dtype, args.exp_avg_sq_dtype),
+            quantized=args.quant_states,
+            exempt=bool(args.quant_states_exempt),
+            half_master=bool(shared or args.main_params_dtype == torch.float16),
+            offloaded=bool(
+                args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
+            ),
+            gradient=4 if args.accumulate_allreduce_grads_in_fp32 else 2,
+        )
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Activations that backward computes again.
+
+    Attributes:
+        granularity: ``full`` layers, ``selective``; None: nothing.
+        method: of full layers: all, in ``uniform`` units, or the first ones, a ``block``.
+        layers: of a unit, or of the block.
+    """
+
+    granularity: str | None
+    method: str | None
+    layers: int | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Recomputation:
+        """Read from final values."""
+        return cls(args.recompute_granularity, args.recompute_method, args.recompute_num_layers)
+
+    @property
+    def whole_layers(self) -> bool:
+        """Whether layers are computed again from their inputs."""
+        return self.granularity == "full"
 
 
 @dataclass(frozen=True)

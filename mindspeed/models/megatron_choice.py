@@ -12,7 +12,6 @@ these classes answer, and scores, probabilities, losses and dispatch stay Megatr
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,23 +21,24 @@ from torch import Tensor
 from mindspeed import device as devices
 from mindspeed.errors import ConfigError
 from mindspeed.models.extra_flags import ModelExtras
+from mindspeed.models.model_config import ModelConfig
 
 
-def problems(extras: ModelExtras, args: argparse.Namespace) -> Iterator[str]:
+def problems(model: ModelConfig, *, fused_router: bool) -> Iterator[str]:
     """Flags that a choice of ours has no effect without, or would go past."""
-    name = _flag(extras)
+    name = _flag(model)
     if name is None:
         return
-    if not args.num_experts:
+    if not model.num_experts:
         yield f"{name} has no effect without --num-experts: drop it"
-    elif args.moe_router_fusion or "sinkhorn" in str(args.moe_router_load_balancing_type):
+    elif fused_router or "sinkhorn" in str(model.moe_router_load_balancing_type):
         yield f"{name} chooses itself: drop --moe-router-fusion and sinkhorn balancing"
-    elif extras.moe_group_score_experts and not args.moe_router_group_topk:
+    elif model.moe_group_score_experts and not model.moe_router_group_topk:
         yield f"{name} has no effect without --moe-router-group-topk: add it, or drop both"
-    elif extras.moe_group_score_experts and extras.moe_softmax_choice_bias:
+    elif model.moe_group_score_experts and model.moe_softmax_choice_bias:
         yield "--moe-softmax-choice-bias knows no groups: drop --moe-group-score-experts"
-    elif extras.moe_softmax_choice_bias and (
-        args.moe_router_score_function != "softmax" or args.moe_router_pre_softmax
+    elif model.moe_softmax_choice_bias and (
+        model.moe_router_score_function != "softmax" or model.moe_router_pre_softmax
     ):
         yield (
             "--moe-softmax-choice-bias needs --moe-router-score-function softmax without "

@@ -53,7 +53,7 @@ class ModelConfig(ModelExtras):
     vocab_size: int
     max_position_embeddings: int
     seq_length: int
-    model_family: str
+    model_family: str | None = None
     padded_vocab_size: int
     make_vocab_size_divisible_by: int = 128
     mask_padded_vocab: bool = True
@@ -69,6 +69,7 @@ class ModelConfig(ModelExtras):
     normalization: str = "LayerNorm"
     layernorm_epsilon: float = 1e-5
     qk_layernorm: bool = False
+    qk_l2_norm: bool = False
     swiglu: bool = False
     squared_relu: bool = False
     quick_geglu: bool = False
@@ -83,6 +84,8 @@ class ModelConfig(ModelExtras):
     group_query_attention: bool = False
     num_query_groups: int = 1
     window_size: tuple[int, int] | None = None
+    experimental_attention_variant: str | None = None
+    softmax_type: str = "vanilla"
     window_attn_skip_freq: int | list[int] | None = None
     apply_query_key_layer_scaling: bool = False
     position_embedding_type: str = "learned_absolute"

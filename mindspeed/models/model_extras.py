@@ -37,42 +37,47 @@ from mindspeed.adaptor.versions.trainer import scale_rotation
 from mindspeed.errors import ConfigError
 from mindspeed.flags import read
 from mindspeed.models import megatron_choice, megatron_chunks, megatron_layers
-from mindspeed.models.extra_flags import ModelExtras
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.rope_parameters import RopeParameters
 from mindspeed.profiling.model_flops import linear_pattern
 from mindspeed.spmd import Collective, I, V, typed
 
 
-def problems(args: argparse.Namespace) -> Iterator[str]:
-    """Flags that have no effect without another one, or no value that this release can use."""
-    extras, ranks = read(ModelExtras, args), args.context_parallel_size
-    if extras.qk_norm_after_rope and not args.qk_layernorm:
+def problems(model: ModelConfig, ranks: int, *, fused_router: bool) -> Iterator[str]:
+    """Flags that have no effect without another one, or no value that this release can use.
+
+    Args:
+        model: final values.
+        ranks: context parallel size.
+        fused_router: of ``--moe-router-fusion``.
+    """
+    if model.qk_norm_after_rope and not model.qk_layernorm:
         yield "--qk-norm-after-rope has no effect without --qk-layernorm: add it, or drop both"
-    if extras.qk_norm_over_all_heads and args.qk_layernorm:
+    if model.qk_norm_over_all_heads and model.qk_layernorm:
         yield "--qk-norm-over-all-heads takes the place of --qk-layernorm: give one of them"
-    if extras.local_rotary_base and not isinstance(args.window_attn_skip_freq, list):
+    if model.local_rotary_base and not isinstance(model.window_attn_skip_freq, list):
         yield (
             "--local-rotary-base counts in layers with a window: give --window-size, and "
             "--window-attn-skip-freq as a list, such as ([1]*5+[0])*4"
         )
-    if extras.attention_logit_softcap and ranks > 1:
+    if model.attention_logit_softcap and ranks > 1:
         yield (
             "--attention-logit-softcap: ranks cannot share a sequence of bounded scores; take "
             "--context-parallel-size 1"
         )
-    if extras.attention_logit_softcap and args.softmax_type != "vanilla":
-        yield f"--attention-logit-softcap does not work with --softmax-type {args.softmax_type}"
-    yield from megatron_chunks.problems(extras, args.no_rope_freq, args.seq_length, ranks)
-    yield from megatron_choice.problems(extras, args)
-    rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
-    if extras.rope_parameters and not rotary:
+    if model.attention_logit_softcap and model.softmax_type != "vanilla":
+        yield f"--attention-logit-softcap does not work with --softmax-type {model.softmax_type}"
+    yield from megatron_chunks.problems(model, model.no_rope_freq, model.seq_length, ranks)
+    yield from megatron_choice.problems(model, fused_router=fused_router)
+    rotary = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    if model.rope_parameters and not rotary:
         yield (
             "--rope-parameters has no effect without --position-embedding-type rope, or with "
             "--multi-latent-attention, which has --rope-type yarn: drop it"
         )
-    elif extras.rope_parameters:
+    elif model.rope_parameters:
         try:
-            RopeParameters.of(extras.rope_parameters)
+            RopeParameters.of(model.rope_parameters)
         except ConfigError as error:
             yield str(error)
 
@@ -93,33 +98,35 @@ def with_bias(linear: type) -> type:
 
 def change_spec(args: argparse.Namespace, spec: Any) -> Any:
     """Put the special modules into a layer spec or a block of layer specs."""
-    extras, heads = read(ModelExtras, args), args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else heads
-    mixed = args.experimental_attention_variant == "gated_delta_net"
+    model = read(ModelConfig, args)
+    heads = model.num_attention_heads
+    groups = model.num_query_groups if model.group_query_attention else heads
+    mixed = model.experimental_attention_variant == "gated_delta_net"
     linear = tuple(linear_pattern(vars(args))) if mixed else None
     layers = getattr(spec, "layer_specs", [spec])
     for layer in {id(layer): layer for layer in layers}.values():  # alike layers share one
         attention = layer.submodules.self_attention.submodules
-        if extras.add_dense_bias:
+        if model.add_dense_bias:
             attention.linear_proj = with_bias(attention.linear_proj)
-        megatron_layers.change_layer_spec(extras, layer, heads, groups, linear)
+        megatron_layers.change_layer_spec(model, layer, heads, groups, linear)
     return spec
 
 
 def change_model(args: argparse.Namespace, model: Any) -> None:
     """Add the extras of a built stage that no layer spec has."""
-    extras = read(ModelExtras, args)
-    with_engine = args.transformer_impl == "transformer_engine"
-    megatron_layers.change_layers(extras, model, with_engine, args.qk_l2_norm)
+    extras = read(ModelConfig, args)
+    with_engine = extras.transformer_impl == "transformer_engine"
+    megatron_layers.change_layers(extras, model, with_engine, extras.qk_l2_norm)
     if extras.rope_parameters:
-        _scale_positions(extras.rope_parameters, args.rotary_base, model)
+        _scale_positions(extras.rope_parameters, extras.rotary_base, model)
     if extras.local_rotary_base:
         rotation = megatron_layers.LocalRotation(
             extras.local_rotary_base,
-            _first_frequency(args, extras.rope_parameters),
-            args.rotary_interleaved,
+            _first_frequency(extras),
+            extras.rotary_interleaved,
         )
-        megatron_layers.rotate_locally(rotation, args.window_attn_skip_freq, model)
+        assert isinstance(extras.window_attn_skip_freq, list)  # see problems
+        megatron_layers.rotate_locally(rotation, extras.window_attn_skip_freq, model)
     if hasattr(model, "embedding"):
         if extras.embed_layernorm:
             _normalize_embeddings(model)
@@ -137,8 +144,8 @@ def change_model(args: argparse.Namespace, model: Any) -> None:
         model.output_layer.register_forward_pre_hook(_normalize_weight, with_kwargs=True)
     if extras.z_loss_weight:
         _add_z_loss(extras.z_loss_weight, model)
-    vocab_size = args.vocab_size
-    if extras.mask_padded_vocab and vocab_size and vocab_size < args.padded_vocab_size:
+    vocab_size = extras.vocab_size
+    if extras.mask_padded_vocab and vocab_size and vocab_size < extras.padded_vocab_size:
         mask = functools.partial(_mask_padding, vocab_size)
         model.output_layer.register_forward_hook(mask)
 
@@ -160,13 +167,13 @@ def _scale_positions(parameters: str, base: int, model: Any) -> None:
     rotary.depends_on_length = scaling.depends_on_length
 
 
-def _first_frequency(args: argparse.Namespace, scaled_by: str | None) -> float:
+def _first_frequency(model: ModelConfig) -> float:
     """Radians per position of the model's first pair of channels: 1, unless it is scaled."""
-    if scaled_by:
-        channels = int(args.kv_channels * args.rotary_percent)
-        scaling = RopeParameters.of(scaled_by)
-        return float(scaling.frequencies(args.rotary_base, channels, 1)[0])
-    return 1.0 / (args.rotary_seq_len_interpolation_factor or 1)
+    if model.rope_parameters:
+        channels = int(model.kv_channels * model.rotary_percent)
+        scaling = RopeParameters.of(model.rope_parameters)
+        return float(scaling.frequencies(model.rotary_base, channels, 1)[0])
+    return 1.0 / (model.rotary_seq_len_interpolation_factor or 1)
 
 
 def _scale(factor: float, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

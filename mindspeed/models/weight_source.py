@@ -12,6 +12,7 @@ import torch
 from mindspeed.errors import CheckpointError
 from mindspeed.flags import changed
 from mindspeed.models.families import Family
+from mindspeed.models.naming import Scheme
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import Parameter, parameters
 
@@ -49,8 +50,25 @@ class WeightSource(ABC):
         It may be a view of a mapped file: do not change it.
         """
 
+    @property
+    def scheme(self) -> Scheme:
+        """The layer specs whose names the parameters have."""
+        return self.args.transformer_impl  # type: ignore[no-any-return]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether Megatron stores the layers as one tensor: not where each has a kind given."""
+        return not isinstance(self.args.moe_layer_freq, list)
+
     def nbytes(self, parameter: Parameter) -> int:
         return self.dtype(parameter).itemsize * torch.Size(parameter.shape).numel()
+
+
+def take_vocabulary(args: argparse.Namespace, entries: object) -> None:
+    """Megatron-LM's checkpoints know the padded vocabulary only; a ``config.json`` the model's."""
+    known = getattr(args, "vocab_size", None)
+    if not known and isinstance(entries, int) and 0 < entries <= args.padded_vocab_size:
+        args.vocab_size = entries
 
 
 class TransformedWeights(WeightSource):

@@ -97,6 +97,11 @@ class ModelShape:
     causal_keys: float | None = None
     delta_nets: DeltaNets | None = None
 
+    @property
+    def keys(self) -> float:
+        """Keys that a query sees, mean over queries and layers."""
+        return self.seq_length / 2 if self.causal_keys is None else self.causal_keys
+
     @classmethod
     def from_megatron(
         cls, args: Mapping[str, Any], computing: Computing = list
@@ -210,11 +215,7 @@ def model_flops(shape: ModelShape, sequences: int, *, causal: bool = True) -> in
     Args:
         causal: count half of the attention matrix, as Megatron does.
     """
-    tokens, keys = sequences * shape.seq_length, shape.causal_keys
-    if not causal:
-        keys = shape.seq_length
-    elif keys is None:
-        keys = shape.seq_length / 2
+    tokens, keys = sequences * shape.seq_length, shape.keys if causal else shape.seq_length
     return round(flops_of_tokens(shape, tokens, tokens * keys))
 
 

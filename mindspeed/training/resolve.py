@@ -21,6 +21,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features import registry
 from mindspeed.flags import read
 from mindspeed.models import model_extras
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.optimizer.rules import NAMES
 from mindspeed.training.options import ModelOptions, OptimizerOptions, TrainingOptions
 from mindspeed.training.resolve_parallel import parallel
@@ -255,7 +256,8 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         )
     if sum((model.swiglu, model.squared_relu, model.quick_geglu, model.geglu)) > 1:
         yield "give one of --swiglu, --squared-relu, --quick-geglu and --geglu"
-    yield from model_extras.problems(args)
+    ranks, fused_router = args.context_parallel_size, args.moe_router_fusion
+    yield from model_extras.problems(read(ModelConfig, args), ranks, fused_router=fused_router)
 
 
 def _experts(args: argparse.Namespace) -> Iterator[str]:
