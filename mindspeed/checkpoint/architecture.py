@@ -113,7 +113,7 @@ def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, wher
     differing = []
     for name in ARCHITECTURE:
         ours, theirs = model.get(name), saved_model.get(name)
-        if name == "num_query_groups" and not args.group_query_attention:
+        if name == "num_query_groups" and not model["group_query_attention"]:
             continue
         if name in saved_model and ours != theirs:
             differing.append(

@@ -24,14 +24,16 @@ from mindspeed.adaptor.versions.checkpoints import contents_of, reads, reshardab
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
 from mindspeed.checkpoint.architecture import check_architecture
-from mindspeed.checkpoint.contents import model_at
+from mindspeed.checkpoint.contents import Contents, model_at
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.checkpoint.state import model_key, restore_rng, sharding_metadata, state_dict
 from mindspeed.checkpoint.weights.convert import open_weights
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.features.registry import lacking_states
-from mindspeed.job import Sharding, TrainState
+from mindspeed.flags import read
+from mindspeed.job import Parallel, Sharding, TrainState
 from mindspeed.lora.load import check_adapter
-from mindspeed.models.hf_load import folder_of, load_hf, local_shards
+from mindspeed.models.hf_load import load_hf, local_shards
 from mindspeed.models.shape import shape_of
 from mindspeed.models.weight_source import TransformedWeights, check_finite
 from mindspeed.storage import digests, directory
@@ -59,36 +61,39 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     Raises:
         CheckpointError: checkpoints exist, but none can be loaded, or they hold another model.
     """
+    options = read(CheckpointOptions, args)
+    root, step = options.load, options.ckpt_step
+    assert root is not None
     if not adapter:
         if fsdp_state.is_sharded(model.chunks[0]) and needs_whole_stages(args):
-            return Loaded(Path(args.load), TrainState())  # as they were when the model was built
+            return Loaded(Path(root), TrainState())  # as they were when the model was built
         if (weights := load_weights(args, model)) is not None:
             return Loaded(weights, TrainState())
     tried: dict[Path, str] = {}
-    candidates, doubt = _agreed_candidates(args)
+    candidates, doubt = _agreed_candidates(root, step)
     if doubt is not None:
         print_rank_0(f" WARNING {doubt}")
     for place, path in enumerate(candidates, start=1):
         try:
-            return _load_one(args, model, path, adapter)
+            return _load_one(args, options, model, path, adapter)
         except DamagedCheckpoint as error:
             tried[path] = str(error).removeprefix(f"{path}: ")
         more = "; trying the one before" if place < len(candidates) else ""
         print_rank_0(f" WARNING {path} cannot be loaded ({tried[path]}){more}")
-    directory.require_some(args.load, tried)
-    if args.exit_on_missing_checkpoint or args.ckpt_step is not None:
-        raise CheckpointError(f"--load {args.load}: there is no checkpoint")
-    if args.load != args.save:
-        print_rank_0(f" WARNING --load {args.load}: there is no checkpoint, starting fresh")
+    directory.require_some(root, tried)
+    if options.exit_on_missing_checkpoint or step is not None:
+        raise CheckpointError(f"--load {root}: there is no checkpoint")
+    if root != options.save:
+        print_rank_0(f" WARNING --load {root}: there is no checkpoint, starting fresh")
     return None
 
 
-def _agreed_candidates(args: argparse.Namespace) -> tuple[list[Path], str | None]:
+def _agreed_candidates(root: str, step: int | None) -> tuple[list[Path], str | None]:
     """What rank 0 sees, so that all ranks try the same ones; and what is odd about it."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        paths = [str(path) for path in directory.candidates(args.load, args.ckpt_step)]
-        doubt = directory.tracker_problem(args.load) if args.ckpt_step is None else None
+        paths = [str(path) for path in directory.candidates(root, step)]
+        doubt = directory.tracker_problem(root) if step is None else None
         found = [(paths, doubt if paths else None)]
     dist.broadcast_object_list(found, src=0)
     paths, doubt = found[0]
@@ -107,29 +112,33 @@ def _read_small_files(path: Path) -> tuple[Metadata, dict[str, Any], bool]:
 
 
 def _load_one(
-    args: argparse.Namespace, model: BuiltModel, path: Path, adapter: bool = False
+    args: argparse.Namespace,
+    options: CheckpointOptions,
+    model: BuiltModel,
+    path: Path,
+    adapter: bool,
 ) -> Loaded:
     index, common, with_digests = on_all_ranks(lambda: _read_small_files(path))
     saved = common.get("args", argparse.Namespace())
     check_architecture(args, saved, str(path))
-    weights_only = args.finetune or path.name == directory.RELEASE
+    weights_only = options.finetune or path.name == directory.RELEASE
     if adapter:
         sharded = [chunk for chunk in model.chunks if fsdp_state.is_sharded(chunk)]
         check_adapter(model.modules, path, fsdp_state.tensors(sharded) if sharded else None)
     with_optimizer = (
         isinstance(model, TrainedModel)
         and "opt_param_scheduler" in common  # saved with every optimizer
-        and not (weights_only or args.no_load_optim)
+        and not (weights_only or options.no_load_optim)
     )
     metadata = contents_of(common)
     metadata = sharding_metadata(args) if metadata is None else metadata
-    same_layout = _same_layout(args, saved)
+    same_layout = _same_layout(Parallel.of(args), saved)
     if with_optimizer:
         _check_optimizer(args, saved, metadata, same_layout, path)
     with_rng = (
         same_layout
         and any(key.startswith("rng_state") for key in index.state_dict_metadata)
-        and not (weights_only or args.no_load_rng)
+        and not (weights_only or options.no_load_rng)
     )
     wanted = state_dict(
         args,
@@ -140,7 +149,7 @@ def _load_one(
         is_loading=True,
         adapter=adapter,
     )
-    state = read_sharded(wanted, path, strict=args.dist_ckpt_strictness)
+    state = read_sharded(wanted, path, strict=options.dist_ckpt_strictness)
     on_all_ranks(lambda: _check_finite(state, len(model.modules), path))
     _apply(model, state, with_optimizer, path)
     if with_rng:
@@ -195,10 +204,10 @@ def _check_finite(state: dict[str, Any], chunks: int, path: Path) -> None:
                 check_finite(value, name, path)
 
 
-def _same_layout(args: argparse.Namespace, saved: argparse.Namespace) -> bool:
+def _same_layout(parallel: Parallel, saved: argparse.Namespace) -> bool:
     """Generators belong to positions in the model, so tensor and pipeline sizes must be equal."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    return all(getattr(saved, name, 1) == getattr(args, name) for name in names)
+    return [getattr(saved, name, 1) for name in names] == [parallel.tensor, parallel.pipeline]
 
 
 def _check_optimizer(
@@ -264,7 +273,7 @@ def _say(
 
 def needs_whole_stages(args: argparse.Namespace) -> bool:
     """Whether ``--load`` must be read before FSDP shards the stages: it is no ``torch_dist``."""
-    found = model_at(args.load, args.ckpt_step)
+    found = _named(args)
     return found.kind == "hf" or found.has_whole_weights
 
 
@@ -277,9 +286,9 @@ def load_weights(args: argparse.Namespace, model: BuiltModel) -> Path | None:
     Raises:
         CheckpointError: They belong to another model, or a tensor is missing.
     """
-    found = model_at(args.load, args.ckpt_step)
+    found = _named(args)
     if found.kind == "hf":
-        path = _load_hf(args, model)
+        path = _load_hf(args, model, found.folder)
     elif found.has_whole_weights and found.checkpoint is not None:
         path = _load_whole_weights(args, model, found.checkpoint)
     else:
@@ -289,12 +298,18 @@ def load_weights(args: argparse.Namespace, model: BuiltModel) -> Path | None:
     return path
 
 
-def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Path:
-    folder = folder_of(args.load)
-    unused = load_hf(args, model.modules, folder)
+def _named(args: argparse.Namespace) -> Contents:
+    """What ``--load`` names."""
+    options = read(CheckpointOptions, args)
+    assert options.load is not None
+    return model_at(options.load, options.ckpt_step)
+
+
+def _load_hf(args: argparse.Namespace, model: BuiltModel, folder: Path) -> Path:
+    unused = load_hf(args, model.modules, str(folder))
     note = f"; not used: {', '.join(unused[:5])}" if unused else ""
     print_rank_0(f" loaded {folder} (Hugging Face){note}")
-    return Path(folder)
+    return folder
 
 
 @torch.no_grad()
@@ -302,9 +317,10 @@ def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint:
     """Read one parameter at a time, whatever the parallel sizes of the files."""
     source = open_weights(checkpoint)
     check_architecture(args, source.args, str(checkpoint))
-    weights = TransformedWeights(source, padded_vocab=args.padded_vocab_size)
+    shape = shape_of(args)
+    weights = TransformedWeights(source, padded_vocab=shape["padded_vocab"])
     table = {parameter.name: parameter for parameter in weights.table}
-    for part in local_shards(model.modules, source.family, shape_of(args)):
+    for part in local_shards(model.modules, source.family, shape):
         if part.parameter.name not in table:  # of multi-token prediction
             raise CheckpointError(
                 f"{checkpoint} has no {part.parameter.name}; leave out --mtp-num-layers"

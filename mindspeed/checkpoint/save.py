@@ -40,9 +40,11 @@ from mindspeed import device
 from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.adaptor.versions.checkpoints import save_options
 from mindspeed.built_model import TrainedModel
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.files import secure_open
+from mindspeed.flags import read
 from mindspeed.job import Parallel, TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
@@ -63,12 +65,23 @@ class Saver:
         model: what is saved.
         config: recipe of the run, put next to each checkpoint.
         flops_per_sample: for the count of operations so far.
+        peft: write adapters as a PEFT directory, too.
     """
 
     def __init__(
-        self, args: argparse.Namespace, model: TrainedModel, config: str, flops_per_sample: float
+        self,
+        args: argparse.Namespace,
+        model: TrainedModel,
+        config: str,
+        flops_per_sample: float,
+        *,
+        peft: bool = False,
     ) -> None:
         self._args = args
+        self._options = read(CheckpointOptions, args)
+        assert self._options.save is not None
+        self._root = self._options.save
+        self._peft = peft
         self._model = model
         self._config = config
         self._flops = flops_per_sample
@@ -95,7 +108,7 @@ class Saver:
             self._note_failure(state.iteration, error)
         else:
             self._pending = (state.iteration, writing, self._position(state), started)
-            if last or not self._args.async_save:
+            if last or not self._options.async_save:
                 self._complete()
         if last and self._failure is not None:
             raise self._failure
@@ -118,8 +131,8 @@ class Saver:
             self._say_failure()
 
     def _begin(self, done: TrainState) -> Writing:
-        args, root, iteration = self._args, self._args.save, done.iteration
-        path = directory.unfinished_path_of(root, iteration)
+        args, options, iteration = self._args, self._options, done.iteration
+        path = directory.unfinished_path_of(self._root, iteration)
         metadata = sharding_metadata(args)
         modules = self._model.modules
         adapters = adapted(modules)
@@ -128,8 +141,8 @@ class Saver:
             args,
             self._model,
             metadata,
-            optimizer=not args.no_save_optim,
-            rng=not args.no_save_rng,
+            optimizer=not options.no_save_optim,
+            rng=not options.no_save_rng,
             adapter=adapters is not None,
         )
         self._prepare(iteration, _bytes_to_write(state))
@@ -139,8 +152,8 @@ class Saver:
             iteration=iteration,
             num_floating_point_operations_so_far=self._flops * done.train_samples,
         )
-        strategy = TorchDistSaveShardedStrategy(args.ckpt_format, 1)
-        if args.ckpt_fully_parallel_save:
+        strategy = TorchDistSaveShardedStrategy(options.ckpt_format, 1)
+        if options.ckpt_fully_parallel_save:
             strategy = FullyParallelSaveStrategyWrapper(
                 strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
             )
@@ -153,7 +166,7 @@ class Saver:
                 async_sharded_save=True,
                 **save_options(state, metadata),
             )
-        return Writing(request, in_background=args.async_save, errors=errors)
+        return Writing(request, in_background=options.async_save, errors=errors)
 
     def _prepare(self, iteration: int, size: int) -> None:
         """Make the directory and see that there is room, on rank 0; all ranks learn the outcome.
@@ -164,7 +177,7 @@ class Saver:
         where = device.current().torch_device()
         needed = torch.tensor(size, dtype=torch.float32, device=where)
         dist.all_reduce(needed)
-        _on_rank_0(lambda: _make_room(self._args.save, iteration, needed.item()))
+        _on_rank_0(lambda: _make_room(self._root, iteration, needed.item()))
 
     def _complete(self) -> None:
         if self._pending is None:
@@ -183,28 +196,28 @@ class Saver:
         self, iteration: int, position: dict[str, Any], digests: Any, started: float
     ) -> None:
         """Make the written checkpoint the latest one, then clear up. On rank 0."""
-        args = self._args
+        root, options = self._root, self._options
         files = {directory.CONFIG: self._config}
         if self._description is not None:
             files[DESCRIPTION] = self._description
-        directory.publish(args.save, iteration, position, files, digests)
+        directory.publish(root, iteration, position, files, digests)
         seconds = time.perf_counter() - started
         deleted: list[int] = []
         try:
-            if args.lora_export == "peft" and self._description is not None:
-                export_peft(directory.path_of(args.save, iteration), Path(args.save) / "peft")
-            deleted = directory.remove_old(args.save, args.keep_last, args.save_retain_interval)
-            directory.remove_leftovers(args.save)
+            if self._peft and self._description is not None:
+                export_peft(directory.path_of(root, iteration), Path(root) / "peft")
+            deleted = directory.remove_old(root, options.keep_last, options.save_retain_interval)
+            directory.remove_leftovers(root)
         except (OSError, MindSpeedError) as error:
             print(f" WARNING after saving iteration {iteration}: {error}", flush=True)
         print(
-            f" saved iteration {iteration} to {args.save} in {seconds:.1f} s"
+            f" saved iteration {iteration} to {root} in {seconds:.1f} s"
             + (f", deleted {', '.join(map(str, deleted))}" if deleted else ""),
             flush=True,
         )
 
     def _note_failure(self, iteration: int, error: CheckpointError) -> None:
-        root = self._args.save
+        root = self._root
         good = directory.tracked(root)
         intact = f"the checkpoint of iteration {good} is intact" if good else "there is none yet"
         self._failure = CheckpointError(f"iteration {iteration} was not saved: {error}; {intact}")

@@ -23,7 +23,8 @@ from mindspeed import device
 from mindspeed.adaptor.versions.checkpoints import optimizer_state, sharding
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
-from mindspeed.flags import GIVEN
+from mindspeed.checkpoint.options import CheckpointOptions
+from mindspeed.flags import GIVEN, read
 from mindspeed.job import Parallel, Sharding, TrainState
 from mindspeed.lora.state import sharded_state as adapter_state
 
@@ -33,7 +34,7 @@ def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
     shared = Sharding.of(args)
     if not shared.distributed_optimizer:
         return sharding(distributed=False)
-    fully = args.dist_ckpt_optim_fully_reshardable or shared.fsdp
+    fully = read(CheckpointOptions, args).dist_ckpt_optim_fully_reshardable or shared.fsdp
     return sharding(distributed=True, fully=fully)
 
 

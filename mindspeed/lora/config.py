@@ -171,35 +171,6 @@ class LoraConfig:
         return json.dumps({"type": "lora", **asdict(self)}, indent=1)
 
     @classmethod
-    def from_args(cls, args: Any) -> LoraConfig | None:
-        """The adapters of ``--lora-*`` flags; None without such flags.
-
-        Args:
-            args: A namespace of flags.
-        """
-        value = lambda name, default: getattr(args, f"lora_{name}", default)  # noqa: E731
-        targets, saved = value("target_modules", ()), value("modules_to_save", ())
-        if not targets and not saved:
-            return None
-        return cls(
-            target_modules=tuple(targets or ()),
-            r=args.lora_r,
-            alpha=args.lora_alpha,
-            dropout=args.lora_dropout,
-            modules_to_save=tuple(saved or ()),
-            init=args.lora_init,
-            use_rslora=args.lora_use_rslora,
-            use_dora=bool(value("use_dora", False)),
-            use_bias=bool(value("use_bias", False)),
-            ensure_weight_tying=bool(value("ensure_weight_tying", False)),
-            adapter_name=args.lora_adapter_name,
-            base_weights=getattr(args, "base_weights", None) or "",
-            double_quantization=bool(getattr(args, "double_quantization", True)),
-            forward_hooks=tuple(args.lora_register_forward_hook or ()),
-            seed=args.seed,
-        )
-
-    @classmethod
     def from_json(cls, path: Path) -> LoraConfig:
         """Read a description.
 

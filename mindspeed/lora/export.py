@@ -20,6 +20,7 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 from mindspeed.lora.config import DESCRIPTION, EMBEDDING, OUTPUT, WHOLE, LoraConfig, is_expert
+from mindspeed.lora.flags import base_model
 from mindspeed.lora.hf_names import (
     part_of,
     rows_in_layer,
@@ -55,7 +56,7 @@ def export_peft(checkpoint: Path, folder: str | Path) -> None:
     shape = shape_of(args)
     if config.adapter_name != "default":
         folder = Path(folder) / config.adapter_name
-    base = getattr(args, "model", None) or (args.load or "").removeprefix("hf:")
+    base = base_model(args)
     tensors = whole_adapter(checkpoint, shape)
     write(folder, config, tensors, family_of_args(args), shape, base)
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from mindspeed.errors import MindSpeedError
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mindspeed.built_model import unwrap
+from mindspeed.errors import CheckpointError, ConfigError, MindSpeedError
 from mindspeed.job import Precision, Sharding
+from mindspeed.lora import peft
+from mindspeed.lora.attach import attach
 from mindspeed.lora.config import LoraConfig
-from mindspeed.lora.load import config_of
+from mindspeed.lora.hf_names import saved_modules
+from mindspeed.lora.load import config_of, config_of_peft, is_peft
+from mindspeed.models.families import family_or_gpt
 from mindspeed.models.hf_load import is_hf
+from mindspeed.models.shape import shape_of
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.storage.directory import tracked
 
@@ -46,7 +56,7 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
             if described.base_weights:
                 args.base_weights = described.base_weights
                 args.double_quantization = described.double_quantization
-        config = LoraConfig.from_args(args)
+        config = adapters_of(args)
     except MindSpeedError as error:
         yield str(error)
         return
@@ -109,3 +119,72 @@ def asked(args: argparse.Namespace) -> bool:
 
 def _asked_anew(args: argparse.Namespace) -> bool:
     return bool(args.lora_target_modules or args.lora_modules_to_save)
+
+
+def adapters_of(args: argparse.Namespace) -> LoraConfig | None:
+    """The adapters of ``--lora-*`` flags; None without such flags.
+
+    Args:
+        args: flags; those of a checkpoint may lack some.
+    """
+    value = lambda name, default: getattr(args, f"lora_{name}", default)  # noqa: E731
+    targets, saved = value("target_modules", ()), value("modules_to_save", ())
+    if not targets and not saved:
+        return None
+    return LoraConfig(
+        target_modules=tuple(targets or ()),
+        r=args.lora_r,
+        alpha=args.lora_alpha,
+        dropout=args.lora_dropout,
+        modules_to_save=tuple(saved or ()),
+        init=args.lora_init,
+        use_rslora=args.lora_use_rslora,
+        use_dora=bool(value("use_dora", False)),
+        use_bias=bool(value("use_bias", False)),
+        ensure_weight_tying=bool(value("ensure_weight_tying", False)),
+        adapter_name=args.lora_adapter_name,
+        base_weights=getattr(args, "base_weights", None) or "",
+        double_quantization=bool(getattr(args, "double_quantization", True)),
+        forward_hooks=tuple(args.lora_register_forward_hook or ()),
+        seed=args.seed,
+    )
+
+
+def attach_by_flags(chunks: Iterable[Any], args: argparse.Namespace) -> None:
+    """Attach the adapters of ``--lora-*`` flags, if there are any; those of ``--lora-load``, too.
+
+    Args:
+        chunks: This rank's pipeline stages, wrapped for precision or not.
+        args: Final values.
+
+    Raises:
+        CheckpointError: The adapter can only be merged, or belongs to another model.
+    """
+    config, modules = config_by_flags(args), unwrap(chunks)
+    if config is None:
+        return
+    if args.lora_load and is_peft(args.lora_load):
+        with _disable_current_modes():  # of a planned job, whose tensors have no values
+            described = config_of_peft(peft.read(args.lora_load), modules)
+        saved = described.modules_to_save
+        config = replace(config, modules=described.modules, modules_to_save=saved)
+    elif args.lora_load:
+        config = replace(config, modules=config_of(args.lora_load).modules)
+    attach(modules, config)
+
+
+def config_by_flags(args: argparse.Namespace) -> LoraConfig | None:
+    """As :func:`adapters_of`; modules that are trained whole by Megatron's names."""
+    config = adapters_of(args)
+    if config is None or not config.modules_to_save:
+        return config
+    try:
+        names = saved_modules(config.modules_to_save, family_or_gpt(args), shape_of(args))
+    except CheckpointError as error:
+        raise ConfigError(f"--lora-modules-to-save: {error}") from None
+    return replace(config, modules_to_save=names)
+
+
+def base_model(args: argparse.Namespace) -> str:
+    """Name or directory of the model under the adapters, from a checkpoint's record."""
+    return getattr(args, "model", None) or (args.load or "").removeprefix("hf:")

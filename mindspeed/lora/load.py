@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.built_model import unwrap
-from mindspeed.errors import CheckpointError, ConfigError
+from mindspeed.errors import CheckpointError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach
 from mindspeed.lora.config import DESCRIPTION, LoraConfig, in_whole_model, is_end, is_expert
-from mindspeed.lora.hf_names import saved_modules, shape_of_model
+from mindspeed.lora.hf_names import shape_of_model
 from mindspeed.lora.initial import take_out
 from mindspeed.lora.state import base_of, check_base, sharded_state
-from mindspeed.models.families import family_or_gpt
 from mindspeed.models.naming import plain_name
-from mindspeed.models.shape import Shape, shape_of
+from mindspeed.models.shape import Shape
 from mindspeed.storage import directory
 from mindspeed.storage.global_tensors import GlobalTensors
 from mindspeed.storage.safe_metadata import read_index
@@ -54,42 +50,7 @@ def config_of(path: str | Path) -> LoraConfig:
     return LoraConfig.from_json(iteration_of(path) / DESCRIPTION)
 
 
-def attach_by_flags(chunks: Iterable[Any], args: argparse.Namespace) -> None:
-    """Attach the adapters of ``--lora-*`` flags, if there are any; those of ``--lora-load``, too.
-
-    Args:
-        chunks: This rank's pipeline stages, wrapped for precision or not.
-        args: Final values.
-
-    Raises:
-        CheckpointError: The adapter can only be merged, or belongs to another model.
-    """
-    config, modules = config_by_flags(args), unwrap(chunks)
-    if config is None:
-        return
-    if args.lora_load and is_peft(args.lora_load):
-        with _disable_current_modes():  # of a planned job, whose tensors have no values
-            described = _checked(peft.read(args.lora_load), modules)
-        saved = described.modules_to_save
-        config = replace(config, modules=described.modules, modules_to_save=saved)
-    elif args.lora_load:
-        config = replace(config, modules=config_of(args.lora_load).modules)
-    attach(modules, config)
-
-
-def config_by_flags(args: argparse.Namespace) -> LoraConfig | None:
-    """The adapters of ``--lora-*`` flags; modules that are trained whole by Megatron's names."""
-    config = LoraConfig.from_args(args)
-    if config is None or not config.modules_to_save:
-        return config
-    try:
-        names = saved_modules(config.modules_to_save, family_or_gpt(args), shape_of(args))
-    except CheckpointError as error:
-        raise ConfigError(f"--lora-modules-to-save: {error}") from None
-    return replace(config, modules_to_save=names)
-
-
-def _checked(files: peft.PeftFiles, modules: list[Any]) -> LoraConfig:
+def config_of_peft(files: peft.PeftFiles, modules: list[Any]) -> LoraConfig:
     """Options of an adapter that these stages can have."""
     tied = any(module.share_embeddings_and_output_weights for module in modules)
     files.check_attached(tied_model=tied)
@@ -112,7 +73,7 @@ def load(chunks: Iterable[Any], path: str | Path) -> LoraConfig:
     """
     modules = unwrap(chunks)
     files = peft.read(path) if is_peft(path) else None
-    config = config_of(path) if files is None else _checked(files, modules)
+    config = config_of(path) if files is None else config_of_peft(files, modules)
     present = adapted(modules)
     if present is None:
         attach(modules, config)

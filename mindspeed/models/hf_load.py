@@ -126,8 +126,8 @@ def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[s
     where = str(Path(folder) / CONFIG)
     family = family_of_config(config, where)
     check_flags(args, family.read(config, where), folder)
-    check_mtp(family.mtp_layers(config), args.mtp_num_layers, folder)
     shape = shape_of(args)
+    check_mtp(family.mtp_layers(config), shape["mtp"], folder)
     reader = HFReader(folder, family)
     unused = reader.unused_tensors(parameters(family.rules, shape), family.mtp_layers(config))
     for shard in local_shards(modules, family, shape):

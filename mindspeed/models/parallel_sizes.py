@@ -72,12 +72,11 @@ class ParallelSizes:
         ends = list(itertools.accumulate(counts))
         return [range(end - size, end) for size, end in zip(counts, ends, strict=True)]
 
-    def check(self, shape: Shape, heads: int) -> None:
+    def check(self, shape: Shape) -> None:
         """Check that a model can be divided like this.
 
         Args:
             shape: The model.
-            heads: Its attention heads.
 
         Raises:
             ConfigError: Names the two numbers that do not fit.
@@ -85,7 +84,7 @@ class ParallelSizes:
         self.stages(shape.num_layers)
         groups = shape["key"] // shape["head"]
         facts = [
-            ("attention heads", heads, "--tp", self.tensor),
+            ("attention heads", shape["heads"], "--tp", self.tensor),
             ("padded vocabulary entries", shape["padded_vocab"], "--tp", self.tensor),
             ("feed-forward rows", shape["ffn"], "--tp", self.tensor),
         ]

@@ -27,25 +27,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from mindspeed.preference.answers import Answers
+from mindspeed.preference.options import LossType, PreferenceOptions
 
-LossType = Literal[
-    "sigmoid",
-    "robust",
-    "hinge",
-    "ipo",
-    "sigmoid_norm",
-    "apo_zero",
-    "apo_down",
-    "kto",
-    "orpo",
-    "simpo",
-]
 SMOOTHED = ("sigmoid", "robust", "simpo")
 WITHOUT_REFERENCE = ("orpo", "simpo")
 
@@ -55,7 +43,7 @@ class PreferenceLoss:
     """A loss and its numbers, as in TRL.
 
     Attributes:
-        kind: one of :data:`LossType`.
+        kind: one of :data:`mindspeed.preference.options.LossType`.
         beta: how far the model may move from the reference.
         label_smoothing: probability that a pair is the wrong way round.
         simpo_gamma: target margin of SimPO.
@@ -73,16 +61,16 @@ class PreferenceLoss:
     undesirable_weight: float = 1.0
 
     @classmethod
-    def from_args(cls, args: Any) -> PreferenceLoss:
+    def of(cls, options: PreferenceOptions) -> PreferenceLoss:
         """The loss that the flags of a run ask for."""
         return cls(
-            args.loss_type,
-            args.beta,
-            args.label_smoothing,
-            args.simpo_gamma,
-            args.sft_weight,
-            args.desirable_weight,
-            args.undesirable_weight,
+            options.loss_type,
+            options.beta,
+            options.label_smoothing,
+            options.simpo_gamma,
+            options.sft_weight,
+            options.desirable_weight,
+            options.undesirable_weight,
         )
 
     @property

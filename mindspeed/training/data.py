@@ -19,7 +19,7 @@ import argparse
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +40,6 @@ from megatron.core.transformer import TransformerConfig
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.adaptor.repairs.data.dataset_helpers import ensure_helper
-from mindspeed.adaptor.versions.tokenizers import null_vocab_size
 from mindspeed.adaptor.versions.trainer import known_options, predicts_tokens, surplus_option
 from mindspeed.data.instruction_dataset import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.megatron import (
@@ -54,12 +53,11 @@ from mindspeed.data.megatron import (
 )
 from mindspeed.data.packing import rounded_up
 from mindspeed.data.preference_dataset import PreferenceConfig, PreferenceDataset
-from mindspeed.data.tokenizer import build_tokenizer, check_fits
-from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
-from mindspeed.errors import ConfigError, DataError
-from mindspeed.files import check_path
+from mindspeed.data.tokenizer_types import TextTokenizer
+from mindspeed.errors import DataError
 from mindspeed.flags import read
 from mindspeed.job import Batch, Parallel, Schedule
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.training.batches import (
     CyclicSampler,
     MicroBatch,
@@ -68,11 +66,11 @@ from mindspeed.training.batches import (
     SequentialSampler,
     SizedSampler,
 )
-from mindspeed.training.options import DataOptions
+from mindspeed.training.options import DataOptions, ModelOptions, TrainingOptions
 from mindspeed.training.token_counts import TokenCounter, keys_of_a_query, sample_counts
 
 Reader = Iterator[MicroBatch]
-_SPLITS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -84,82 +82,13 @@ class DataSets:
     test: Any
 
 
-def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
-    """Build the tokenizer and derive the padded vocabulary size from it.
-
-    A model of a family has as many entries as its ``config.json`` says, which may be more.
-    """
-    options = TokenizerOptions.from_args(args)
-    only_ids, masked = args.tokenizer_type == "NullTokenizer", args.mask_padded_vocab
-    vocab_size, padded = args.vocab_size, args.padded_vocab_size
-    if only_ids and masked and vocab_size:
-        # The model's entries are all that there are: one of them ends a document.
-        options = replace(options, vocab_size=null_vocab_size(vocab_size))
-    tokenizer = build_tokenizer(options)
-    if vocab_size is None:
-        vocab_size = args.vocab_size = tokenizer.vocab_size
-    if not only_ids and (masked or args.load is not None):
-        check_fits(tokenizer, vocab_size)
-    entries = vocab_size if masked else tokenizer.vocab_size
-    if padded is None:
-        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-        args.padded_vocab_size = -(-entries // multiple) * multiple
-    elif padded < entries:
-        raise ConfigError(
-            f"--padded-vocab-size {padded} is less than the {entries} entries of "
-            "the vocabulary: raise it or leave it out"
-        )
-    return tokenizer
-
-
-def check_files(args: argparse.Namespace) -> None:
-    """Check that every data set exists, before any process group does.
-
-    Raises:
-        DataError: names the flag, the prefix and the file that is missing.
-    """
-    if args.data_args_path and not args.data_path:
-        args.data_path = tuple(check_path(args.data_args_path, "input").read_text().split())
-    _parts_as_paths(args)
-    options = read(DataOptions, args)
-    for name in ("data_path", *(f"{split}_data_path" for split in _SPLITS)):
-        paths = getattr(options, name)
-        blend = get_blend_from_list(paths and list(paths))
-        for prefix in blend[0] if blend else ():
-            parts = part_prefixes(prefix) if options.is_instruction_dataset else [prefix]
-            for file in (part + suffix for part in parts for suffix in (".idx", ".bin")):
-                if not Path(file).is_file():
-                    raise DataError(
-                        f"--{name.replace('_', '-')} {prefix}: there is no file {file}; "
-                        f"{_how_to_name(options)}"
-                    )
-                check_path(file, "input")
-
-
-def _parts_as_paths(args: argparse.Namespace) -> None:
-    """``--train-weighted-split-paths`` as ``--train-data-path`` with weights."""
-    for split, parts in zip(_SPLITS, _parts(read(DataOptions, args)), strict=True):
-        if parts is not None:
-            words = [word for part in parts for word in (str(part.weight), part.prefix)]
-            setattr(args, f"{split}_data_path", tuple(words))
-
-
-def _parts(options: DataOptions) -> list[list[WeightedSplit] | None]:
+def weighted_parts(options: DataOptions) -> list[list[WeightedSplit] | None]:
     found: list[list[WeightedSplit] | None] = []
-    for split in _SPLITS:
+    for split in SPLITS:
         flag = f"{split}_weighted_split_paths"
         given = getattr(options, flag)
         found.append(given and weighted_splits(f"--{flag.replace('_', '-')}", given))
     return found
-
-
-def _how_to_name(options: DataOptions) -> str:
-    if options.is_instruction_dataset:
-        return (
-            "give the --output-prefix of mindspeed preprocess --handler-name ..., or leave "
-            "--is-instruction-dataset out for plain text"
-        )
-    return "give the path without .bin or .idx (mindspeed preprocess writes both)"
 
 
 def build_datasets(
@@ -184,8 +113,9 @@ def build_datasets(
         _leave_out_unused_splits(dataset_config, counts)
         _check_splits(options, dataset_config)
     reads = _reads_data(options, config)
-    what = (_kind(options, args.objective), counts, lambda: reads, dataset_config)
-    parts = _parts(options)
+    objective = read(PreferenceOptions, args).objective
+    what = (_kind(options, objective), counts, lambda: reads, dataset_config)
+    parts = weighted_parts(options)
     builder = (
         WeightedSplitBuilder(parts, *what) if any(parts) else BlendedMegatronDatasetBuilder(*what)
     )
@@ -209,9 +139,9 @@ def _shared_config(args: argparse.Namespace, options: DataOptions) -> dict[str, 
     per_split = [options.train_data_path, options.valid_data_path, options.test_data_path]
     blends = [get_blend_from_list(list(paths)) if paths else None for paths in per_split]
     return {
-        "random_seed": args.seed,
+        "random_seed": read(TrainingOptions, args).seed,
         "sequence_length": options.seq_length,
-        "vocab_size": args.padded_vocab_size,
+        "vocab_size": read(ModelOptions, args).padded_vocab_size,
         "blend": get_blend_from_list(list(options.data_path)) if options.data_path else None,
         "blend_per_split": blends if any(blends) else None,
         "split": None if any(blends) else options.split,
@@ -244,7 +174,7 @@ def _instruction_config(
 ) -> InstructionConfig:
     samples_of_all_ranks = Batch.of(args).samples_of(micro_batches=1) // rows_of_a_sample(args)
     kind: Any = InstructionConfig
-    objective = args.objective
+    objective = read(PreferenceOptions, args).objective
     if objective != "next_token":
         kind = partial(PreferenceConfig, references=references)
     config: InstructionConfig = kind(
@@ -294,7 +224,8 @@ def samples_by_split(args: argparse.Namespace) -> tuple[int, int, int]:
 
 def rows_of_a_sample(args: argparse.Namespace) -> int:
     """Sequences of a micro-batch that one item of the data set fills."""
-    return 2 if args.objective != "next_token" and not args.pack_sequences else 1
+    pairs = read(PreferenceOptions, args).objective != "next_token"
+    return 2 if pairs and not read(DataOptions, args).pack_sequences else 1
 
 
 def has_test(args: argparse.Namespace) -> bool:
@@ -320,12 +251,16 @@ def micro_batches(
     micro-batches of a step, where they differ.
     """
     readers: list[Reader | None] = []
-    options, collate, objective = read(DataOptions, args), None, args.objective
+    options, collate = read(DataOptions, args), None
+    pairs = read(PreferenceOptions, args).objective != "next_token"
     if options.is_instruction_dataset:
-        multiple = length_multiple(args) if options.variable_seq_lengths else None
+        assert options.seq_length is not None
+        multiple = None
+        if options.variable_seq_lengths:
+            multiple = _length_multiple(Parallel.of(args), options.pad_to_multiple_of)
         collate = Collate(
             tokenizer.pad,
-            args.seq_length,
+            options.seq_length,
             multiple,
             keys_of_a_query(args),
             apart=rows_of_a_sample(args) > 1,
@@ -333,7 +268,7 @@ def micro_batches(
     for vp_stage in Parallel.of(args).vp_stages:
         pre_process, post_process = pipeline_ends(session.install().seams, vp_stage)
         counts = post_process
-        if args.mtp_num_layers and predicts_tokens(config, vp_stage):
+        if config.mtp_num_layers and predicts_tokens(config, vp_stage):
             pre_process = post_process = True  # its layers need the embedding and the labels
         if not (pre_process or post_process or _read_everywhere(options)):
             readers.append(None)
@@ -354,7 +289,7 @@ def micro_batches(
                 post_process=post_process,
                 trained=trained,
                 sizes=sizes,
-                more=() if objective == "next_token" else NUMBERS_OF_ANSWERS,
+                more=NUMBERS_OF_ANSWERS if pairs else (),
             )
         )
     return readers
@@ -395,7 +330,7 @@ def _loader(
         pin_memory=here.has("pinned_memory"),
         persistent_workers=workers > 0,
         # Its own generator: only some ranks read, and the default one must stay equal on all.
-        generator=torch.Generator().manual_seed(args.seed),
+        generator=torch.Generator().manual_seed(read(TrainingOptions, args).seed),
     )
     return iter(loader)
 
@@ -420,12 +355,10 @@ NUMBERS_OF_ANSWERS = ("answers", "values", "references")
 """Tensors of preferences that the loss reads (:mod:`mindspeed.data.preference_dataset`)."""
 
 
-def length_multiple(args: argparse.Namespace) -> int:
+def _length_multiple(parallel: Parallel, given: int) -> int:
     """Lengths of micro-batches are multiples of this."""
-    parallel = Parallel.of(args)
-    tensor = parallel.tensor if args.sequence_parallel else 1
     context = 2 * parallel.context if parallel.context > 1 else 1
-    return math.lcm(args.pad_to_multiple_of, tensor, context)
+    return math.lcm(given, parallel.sequence, context)
 
 
 class Collate:

@@ -88,7 +88,7 @@ def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
     """This rank's chunks, in the precision of their parameters."""
     from mindspeed import session
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
-    from mindspeed.lora.load import attach_by_flags
+    from mindspeed.lora.flags import attach_by_flags
     from mindspeed.training.model import gpt_model, left_out, store_weights
 
     def build(vp_stage: int | None) -> Any:

@@ -31,6 +31,17 @@ import torch
 
 from mindspeed.adaptor.versions.trainer import counted_tokens
 from mindspeed.errors import ConfigError, TrainingError
+from mindspeed.flags import read
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """Megatron's flags that a forward step has to fit."""
+
+    calculate_per_token_loss: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+
 
 # Flags whose schedules call the forward step with one more argument.
 _PARAMETERS = {
@@ -128,14 +139,15 @@ def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> 
     Raises:
         ConfigError: the function lacks a parameter that the flags need.
     """
+    flags = read(_Flags, args)
     for flag, (parameter, use) in _PARAMETERS.items():
-        if getattr(args, flag) and not _takes(forward_step, parameter):
+        if getattr(flags, flag) and not _takes(forward_step, parameter):
             raise ConfigError(
                 f"--{flag.replace('_', '-')} needs a forward_step with the parameter {parameter}, "
                 f"{use}"
             )
 
-    per_token = args.calculate_per_token_loss
+    per_token = flags.calculate_per_token_loss
 
     def step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         returned = forward_step(data_iterator, model, *args, **kwargs)

@@ -27,13 +27,13 @@ from mindspeed.lora import flags as lora_flags
 from mindspeed.training import configs, help_page, setup
 from mindspeed.training.arguments import TrainerParser, build_parser
 from mindspeed.training.configs import transformer_config
-from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.flag_types import show
 from mindspeed.training.megatron_flags import without_effect
 from mindspeed.training.pipeline_figures import check_interleaved
 from mindspeed.training.raw_data import use_raw_data
 from mindspeed.training.recipe import dump, flag_words, parse_with_recipe
 from mindspeed.training.resolve import Settings, assume_inputs, resolve
+from mindspeed.training.resolve_data import check_files, load_tokenizer
 from mindspeed.training.resolve_parallel import default_ranks
 
 _args: argparse.Namespace | None = None

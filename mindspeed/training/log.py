@@ -27,12 +27,14 @@ from megatron.core import parallel_state
 from mindspeed import device, session
 from mindspeed.adaptor.versions.trainer import expert_metrics
 from mindspeed.built_model import TrainedModel
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.flags import read
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.profiling.model_flops import flops_of_tokens
 from mindspeed.te.parameter_marks import counted
 from mindspeed.training.forward_step import Reports, sum_reports
-from mindspeed.training.options import CheckpointOptions, LoggingOptions
+from mindspeed.training.options import DataOptions, LoggingOptions, LoraOptions, ModelOptions
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
 from mindspeed.training.token_counts import TokenCounter, TokenCounts, model_shape
@@ -87,7 +89,7 @@ class Log:
         """Print and record the steps since the last report, with what features add."""
         reports = mean_reports(self._reports)
         loss = reports.pop("lm loss", None)
-        auxiliary = _auxiliary_losses(self._args, self._iterations)
+        auxiliary = _auxiliary_losses(self._model.config, self._iterations)
         seams = session.install().seams  # after the auxiliary losses, whose message some lengthen
         extra = " | ".join(filter(None, seams.log.run_all(state.iteration)))
         figures = seams.figures.run_all(state.iteration)
@@ -253,9 +255,10 @@ def _summary(
 
 def _next_steps(args: argparse.Namespace, save: str, load: str | None) -> Iterator[tuple[str, str]]:
     """What a user does with a trained model, and the commands for it."""
-    adapters, objective = bool(args.lora_target_modules), args.objective
+    adapters = bool(read(LoraOptions, args).lora_target_modules)
+    objective = read(PreferenceOptions, args).objective
     model = f"--load {load} --lora-load {save}" if adapters else f"--load {save}"
-    if not args.is_instruction_dataset:
+    if not read(DataOptions, args).is_instruction_dataset:
         yield "continue", f"pretrain ... --save {save} --auto-resume"
         yield "generate", f"generate {model}"
     else:
@@ -266,7 +269,7 @@ def _next_steps(args: argparse.Namespace, save: str, load: str | None) -> Iterat
             yield "serve", f"serve {model}"
     if adapters:
         yield "merge", f"merge-lora {model} --save {save}-merged --format hf"
-    elif args.model_family:
+    elif read(ModelOptions, args).model_family:
         yield "export", f"export --hf --load {save} --output {save}-hf"
     yield "draw", f"plot {save}"
 
@@ -296,17 +299,17 @@ _LOSSES_OF_EXPERTS = {
 """Kinds of load balancing, and what Megatron calls their losses."""
 
 
-def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, float]:
+def _auxiliary_losses(config: Any, iterations: int) -> dict[str, float]:
     """Mean load-balancing, z and multi-token losses of the interval; collective for such models."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     scale = 1 / (get_num_microbatches() * max(1, iterations))
     found: dict[str, Any] = {}
-    if args.num_experts:
-        kinds = args.moe_router_load_balancing_type
+    if config.num_moe_experts:
+        kinds = config.moe_router_load_balancing_type
         kinds = [kinds] if isinstance(kinds, str) else kinds
         names = [_LOSSES_OF_EXPERTS[kind] for kind in kinds if kind in _LOSSES_OF_EXPERTS]
-        names += ["z_loss"] if args.moe_z_loss_coeff is not None else []
+        names += ["z_loss"] if config.moe_z_loss_coeff is not None else []
         expert_metrics(
             loss_scale=scale,
             iteration=0,
@@ -314,11 +317,11 @@ def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, fl
             total_loss_dict=found,
             force_initialize=True,
             track_names=names,
-            num_layers=args.num_layers,
-            moe_layer_freq=args.moe_layer_freq,
-            mtp_num_layers=args.mtp_num_layers,
+            num_layers=config.num_layers,
+            moe_layer_freq=config.moe_layer_freq,
+            mtp_num_layers=config.mtp_num_layers,
         )
-    if args.mtp_num_layers:
+    if config.mtp_num_layers:
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         MTPLossLoggingHelper.track_mtp_metrics(scale, 0, None, None, found)

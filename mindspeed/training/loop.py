@@ -26,6 +26,7 @@ from megatron.core.num_microbatches_calculator import (
 
 from mindspeed import device, session
 from mindspeed.built_model import TrainedModel
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.checkpoint.save import Saver
 from mindspeed.errors import ConfigError
 from mindspeed.flags import read
@@ -130,6 +131,7 @@ def train(
     log = Log(args, model, state.iteration, counter)
     batch, schedule = Batch.of(args), Schedule.of(args)
     options, logging = read(TrainingOptions, args), read(LoggingOptions, args)
+    save_interval = read(CheckpointOptions, args).save_interval
     gathering = _ParameterGathering(args, model)
     for chunk in model.chunks:
         chunk.train()
@@ -169,7 +171,7 @@ def train(
             reason = stopping.reason() or _exit_interval(options, iteration)
             if saver is not None:
                 saver.poll()
-                if args.save_interval and iteration % args.save_interval == 0:
+                if save_interval and iteration % save_interval == 0:
                     _save(saver, state, gathering, log)
     gathering.stop()
     if warning := trainer.skipped.at_end(state.iteration):

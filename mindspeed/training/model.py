@@ -47,20 +47,30 @@ from mindspeed.adaptor.versions.trainer import (
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.flags import changed, read
 from mindspeed.job import Parallel, Precision, Schedule, Sharding
 from mindspeed.lora import adapted, initial
 from mindspeed.lora.config import is_adapter_weight
+from mindspeed.lora.flags import attach_by_flags
 from mindspeed.lora.linear import summed_over_tp
-from mindspeed.lora.load import attach_by_flags, is_peft
+from mindspeed.lora.load import is_peft
 from mindspeed.lora.load import load as load_adapter
 from mindspeed.models import model_extras
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.preference.megatron_head import ScoreHead
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.storage.directory import root_and_iteration
 from mindspeed.te.quantized_weight import QuantizedFormat, quantized_weights, store
 from mindspeed.training import sharded_init, zero
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
-from mindspeed.training.options import LoraOptions, ModelOptions, OptimizerOptions
+from mindspeed.training.options import (
+    LoraOptions,
+    ModelOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    TrainingOptions,
+)
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
 
@@ -75,8 +85,8 @@ def gpt_model(
     """One pipeline stage of a GPT; the default model provider."""
     model = GPTModel(**gpt_options(args, config, pre_process, post_process, vp_stage))
     model_extras.change_model(args, model)
-    if args.objective == "reward" and post_process:
-        model.output_layer = ScoreHead(config, args.seed)
+    if post_process and _scores(args):
+        model.output_layer = ScoreHead(config, read(TrainingOptions, args).seed)
     return model
 
 
@@ -89,7 +99,8 @@ def gpt_options(
 ) -> dict[str, Any]:
     """Arguments of Megatron's ``GPTModel``."""
     spec = model_extras.change_spec(args, layer_spec(args, config, vp_stage))
-    model, positions = read(ModelOptions, args), args.position_embedding_type
+    model = read(ModelOptions, args)
+    positions: str = model.position_embedding_type
     return dict(
         config=config,
         transformer_layer_spec=spec,
@@ -100,7 +111,7 @@ def gpt_options(
         fp16_lm_cross_entropy=model.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not (
-            model.untie_embeddings_and_output_weights or args.objective == "reward"
+            model.untie_embeddings_and_output_weights or _scores(args)
         ),
         # ALiBi belongs to the attention.
         position_embedding_type="none" if positions == "alibi" else positions,
@@ -114,6 +125,11 @@ def gpt_options(
     )
 
 
+def _scores(args: argparse.Namespace) -> bool:
+    """Whether the model has a head of scores in the place of its output layer."""
+    return read(PreferenceOptions, args).objective == "reward"
+
+
 @dataclass(frozen=True)
 class _LayerKind:
     """Options of Megatron's layer specs, by its names for them."""
@@ -123,19 +139,20 @@ class _LayerKind:
     qk_l2_norm: bool
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> _LayerKind:
-        engine = args.transformer_impl == "transformer_engine"
-        return cls(engine, args.normalization, args.qk_l2_norm)
+    def of(cls, model: ModelConfig) -> _LayerKind:
+        engine = model.transformer_impl == "transformer_engine"
+        return cls(engine, model.normalization, model.qk_l2_norm)
 
 
 def layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Megatron's layer spec; features change it (seam ``layer_spec``)."""
-    kind = _LayerKind.of(args)
-    if args.num_experts:
+    model = read(ModelConfig, args)
+    kind = _LayerKind.of(model)
+    if model.num_experts:
         return get_gpt_decoder_block_spec(config, **vars(kind), vp_stage=vp_stage)
     shared: dict[str, Any] = {
-        "qk_layernorm": args.qk_layernorm,
-        "multi_latent_attention": args.multi_latent_attention,
+        "qk_layernorm": model.qk_layernorm,
+        "multi_latent_attention": model.multi_latent_attention,
         "qk_l2_norm": kind.qk_l2_norm,
     }
     if kind.use_transformer_engine:
@@ -146,10 +163,11 @@ def layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: in
 def _mtp_spec(
     args: argparse.Namespace, config: TransformerConfig, spec: Any, vp_stage: int | None
 ) -> Any:
-    if not args.mtp_num_layers:
+    model = read(ModelConfig, args)
+    if not model.mtp_num_layers:
         return None
-    kind = _LayerKind.of(args)
-    if args.num_experts:
+    kind = _LayerKind.of(model)
+    if model.num_experts:
         spec = last_decoder_layer(config, **vars(kind))
     engine = kind.use_transformer_engine
     return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
@@ -162,22 +180,22 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     attach_by_flags(modules, args)
     num_parameters = sum(p.numel() for module in modules for p in module.parameters())
     ddp = ddp_config(args, num_parameters)
-    fsdp = Sharding.of(args).fsdp
-    if fsdp:
+    sharding = Sharding.of(args)
+    if sharding.fsdp:
         _load_unsharded(args, config, modules)
     chunks = [
         zero.shard(config, ddp, module)
-        if fsdp
+        if sharding.fsdp
         else DistributedDataParallel(
             config=config,
             ddp_config=ddp,
             module=module,
             # Later chunks communicate while earlier ones compute: buckets would only split that.
-            disable_bucketing=index > 0 or args.overlap_param_gather_with_optimizer_step,
+            disable_bucketing=index > 0 or sharding.gather_in_step,
         )
         for index, module in enumerate(modules)
     ]
-    if args.data_parallel_random_init:
+    if read(TrainingOptions, args).data_parallel_random_init:
         for chunk in chunks:
             chunk.broadcast_params()
     optimizer = build_optimizer(args, chunks)
@@ -189,8 +207,8 @@ def _load_unsharded(
     args: argparse.Namespace, config: TransformerConfig, modules: list[Any]
 ) -> None:
     """Load formats that need unsharded stages, before Megatron-FSDP shards them."""
-    if not args.load:  # a planned job reads no weights, its adapters' base neither
-        return
+    if not read(CheckpointOptions, args).load:
+        return  # a planned job reads no weights, those of its adapters' base neither
     if adapted(modules):
         load_base(args, BuiltModel(config, modules))
     elif needs_whole_stages(args):
@@ -199,9 +217,13 @@ def _load_unsharded(
 
 def _never_whole(args: argparse.Namespace) -> bool:
     """Whether nothing needs the weights of a stage before Megatron-FSDP shards them."""
-    adapters = args.lora_target_modules or args.lora_load
-    whole = adapters or args.data_parallel_random_init or (args.load and needs_whole_stages(args))
-    return Sharding.of(args).fsdp and not whole
+    adapters = read(LoraOptions, args)
+    return Sharding.of(args).fsdp and not (
+        adapters.lora_target_modules
+        or adapters.lora_load
+        or read(TrainingOptions, args).data_parallel_random_init
+        or (read(CheckpointOptions, args).load and needs_whole_stages(args))
+    )
 
 
 def _replicas(parameter: torch.Tensor) -> Any:
@@ -249,14 +271,14 @@ def build_modules(
 
 def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOptimizer:
     """Megatron's optimizer; features choose its arguments and wrap it (seam ``optimizer``)."""
-    config, name, ratio = optimizer_config(args), args.optimizer, args.lora_plus_lr_ratio
+    config, ratio = optimizer_config(args), read(LoraOptions, args).lora_plus_lr_ratio
     shared = optimizer_overrides(config)
     if ratio != 1:
         with_rate(shared, config, ratio, "lora_plus", _is_faster)
-    shared["use_gloo_process_groups"] = args.enable_gloo_process_groups
-    if "muon" not in name:
+    shared["use_gloo_process_groups"] = read(ParallelOptions, args).enable_gloo_process_groups
+    if "muon" not in config.optimizer:
         return get_megatron_optimizer(config, chunks, **shared)
-    by_layer = name == "dist_muon"  # each rank updates some of the layers
+    by_layer = config.optimizer == "dist_muon"  # each rank updates some of the layers
     shared["layer_wise_distributed_optimizer"] = by_layer
     construction = session.install().seams.optimizer_construction
     return construction.build(muon_builder(), config, chunks, **shared)  # type: ignore[no-any-return]
@@ -272,11 +294,12 @@ def learning_rate_schedule(
 ) -> OptimizerParamScheduler:
     """Learning rate and weight decay over samples."""
     schedule, options = Schedule.of(args), read(OptimizerOptions, args)
+    rates = optimizer_config(args)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=options.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
+        max_lr=rates.lr,
+        min_lr=rates.min_lr,
         lr_warmup_steps=schedule.warmup,
         lr_decay_steps=schedule.decay,
         lr_decay_style=options.lr_decay_style,
@@ -313,9 +336,9 @@ def connect(
     sharding = Sharding.of(args)
     if sharding.overlap_gradients:
         config.no_sync_func = single([chunk.no_sync for chunk in chunks])
-        if args.align_grad_reduce:
+        if sharding.align_gradients:
             config.grad_sync_func = single([chunk.start_grad_sync for chunk in chunks])
-    if sharding.overlap_parameters and args.align_param_gather:
+    if sharding.overlap_parameters and sharding.align_parameters:
         config.param_sync_func = single([chunk.start_param_sync for chunk in chunks])
 
 
@@ -326,7 +349,7 @@ def _one_or_all(single: bool, functions: list[Any]) -> Any:
 def load_base(args: argparse.Namespace, model: BuiltModel) -> None:
     """Load the frozen model, and adapters that are new or have no optimizer. Collective."""
     load(changed(args, finetune=True, exit_on_missing_checkpoint=True), model)
-    adapter = args.lora_load
+    adapter = read(LoraOptions, args).lora_load
     if adapter is None:
         initial.begin(model.chunks)
     elif is_peft(adapter):
@@ -342,7 +365,7 @@ def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | N
     if not is_sharded(model.chunks[0]):  # there it was loaded while it was whole
         load_base(args, model)
         model.optimizer.reload_model_params()
-    adapter = args.lora_load
+    adapter = read(LoraOptions, args).lora_load
     if adapter is None or is_peft(adapter):
         return None
     root, iteration = root_and_iteration(adapter)
@@ -355,7 +378,7 @@ def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | N
 
 def left_out(args: argparse.Namespace) -> AbstractContextManager[Any]:
     """A region that builds linear layers without weights, if they get fewer bits."""
-    return quantized_weights() if args.base_weights else nullcontext()
+    return quantized_weights() if read(LoraOptions, args).base_weights else nullcontext()
 
 
 def store_weights(args: argparse.Namespace, module: torch.nn.Module, place: torch.device) -> None:

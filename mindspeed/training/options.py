@@ -12,10 +12,10 @@ section of a recipe     dataclass here
 ``optimizer``           :class:`OptimizerOptions`
 ``data``                :class:`DataOptions`
 ``training``            :class:`TrainingOptions`
-``checkpoint``          :class:`CheckpointOptions`
+``checkpoint``          :class:`mindspeed.checkpoint.options.CheckpointOptions`
 ``logging``             :class:`LoggingOptions`
 ``lora``                :class:`LoraOptions`
-``preference``          :class:`PreferenceOptions`
+``preference``          :class:`mindspeed.preference.options.PreferenceOptions`
 ====================== ===================================================
 """
 
@@ -24,9 +24,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.flags import flag
 from mindspeed.models.extra_flags import ModelExtras
-from mindspeed.preference.losses import LossType
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.ranges import (
     ABOVE_ZERO,
     COUNT,
@@ -310,42 +311,6 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class CheckpointOptions:
-    """Checkpoint options: saving and loading."""
-
-    save: str | None = flag(None, "directory to save to")
-    save_interval: int | None = flag(
-        None,
-        "iterations between saves (default: only at the end)",
-        aliases=("--persistent-save-interval",),
-        range=POSITIVE,
-    )
-    load: str | None = flag(None, "directory to load from; without a checkpoint start fresh")
-    auto_resume: bool = flag(False, "load from --save")
-    exit_on_missing_checkpoint: bool = flag(False, "--load without a checkpoint is an error")
-    keep_last: int | None = flag(None, "delete all but the newest N checkpoints", range=POSITIVE)
-    save_retain_interval: int | None = flag(
-        None, "with --keep-last: never delete iterations divisible by this", range=POSITIVE
-    )
-    async_save: bool = flag(False, "write in the background while training continues")
-    ckpt_format: Literal["torch_dist"] = flag("torch_dist", "file format")
-    ckpt_step: int | None = flag(None, "iteration to load (default: the latest)", range=COUNT)
-    finetune: bool = flag(False, "load the weights only and start at iteration 0")
-    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
-    no_save_optim: bool = flag(False, "leave the optimizer out")
-    no_save_rng: bool = flag(False, "leave the random number generators out")
-    no_load_optim: bool = flag(False, "do not load the optimizer")
-    no_load_rng: bool = flag(False, "do not load the random number generators")
-    ckpt_fully_parallel_save: bool = flag(True, "data-parallel ranks share the writing")
-    dist_ckpt_optim_fully_reshardable: bool = flag(
-        True, "distributed optimizer state that any TP, PP and DP can load"
-    )
-    dist_ckpt_strictness: str = flag(
-        "assume_ok_unexpected", "what happens with keys that do not match"
-    )
-
-
-@dataclass(frozen=True)
 class LoggingOptions:
     """Logging options: printed and recorded values."""
 
@@ -411,41 +376,6 @@ class LoraOptions:
     lora_load: str | None = flag(None, "directory of adapter checkpoints, or a PEFT directory")
     lora_export: Literal["peft"] | None = flag(
         None, "write a PEFT directory SAVE/peft with every adapter checkpoint"
-    )
-
-
-@dataclass(frozen=True)
-class PreferenceOptions:
-    """Training on pairs of answers: ``mindspeed dpo`` and ``mindspeed reward``."""
-
-    objective: Literal["next_token", "preference", "reward"] = flag(
-        "next_token", "what is trained; mindspeed dpo and mindspeed reward set it"
-    )
-    loss_type: LossType = flag(  # noqa: RUF009  (a Literal)
-        "sigmoid", "loss of preferences; sigmoid is DPO, kto reads judged answers"
-    )
-    beta: float = flag(
-        0.1, "how strongly preferences keep the model near its reference", range=ABOVE_ZERO
-    )
-    label_smoothing: float = flag(
-        0.0, "probability that a pair is the wrong way round", range=Range(0, 0.5, below=True)
-    )
-    simpo_gamma: float = flag(0.5, "--loss-type simpo: target margin", range=NOT_NEGATIVE)
-    sft_weight: float = flag(
-        0.0, "add this times the mean loss of the chosen answers' tokens", range=NOT_NEGATIVE
-    )
-    desirable_weight: float = flag(1.0, "--loss-type kto: of wanted answers", range=NOT_NEGATIVE)
-    undesirable_weight: float = flag(
-        1.0, "--loss-type kto: of unwanted answers", range=NOT_NEGATIVE
-    )
-    reference_load: str | None = flag(
-        None, "reference model (default: that of --load; with adapters the model without them)"
-    )
-    precompute_reference: bool = flag(
-        False, "compute the reference's log-probabilities once, before training, and keep them"
-    )
-    center_rewards_coefficient: float = flag(
-        0.0, "mindspeed reward: add this times the square of the sum of rewards", range=NOT_NEGATIVE
     )
 
 

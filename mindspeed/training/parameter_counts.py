@@ -22,7 +22,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.flags import changed
 from mindspeed.job import Parallel
 from mindspeed.lora.attach import meant, unknown
-from mindspeed.lora.load import config_by_flags
+from mindspeed.lora.flags import config_by_flags
 from mindspeed.training.fake_job import build_chunks, fake_job
 
 

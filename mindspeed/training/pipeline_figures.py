@@ -14,7 +14,9 @@ from typing import Any
 
 from mindspeed.adaptor.versions.trainer import schedule_of
 from mindspeed.errors import ConfigError
+from mindspeed.flags import read
 from mindspeed.job import Batch, Parallel
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.pipeline.placed_stages import layers_of_stages
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
@@ -37,6 +39,19 @@ class PipelineFigures:
 
     name: str
     bubble: float
+
+
+@dataclass(frozen=True)
+class _Interleaved:
+    """Flags of Megatron's interleaved schedule."""
+
+    microbatch_group_size_per_vp_stage: int | None = None
+    overlap_moe_expert_parallel_comm: bool = False
+
+    @property
+    def group(self) -> int | None:
+        """Micro-batches that run through a chunk before the next chunk's turn."""
+        return self.microbatch_group_size_per_vp_stage
 
 
 def figures(args: argparse.Namespace) -> PipelineFigures:
@@ -71,7 +86,7 @@ def check_interleaved(args: argparse.Namespace) -> None:
     if parallel.chunks is None or scheduled_pipeline(args) is not None:
         return
     stages = parallel.pipeline
-    count, group = micro_batches(args), args.microbatch_group_size_per_vp_stage or stages
+    count, group = micro_batches(args), read(_Interleaved, args).group or stages
 
     def runs(group: int) -> bool:
         return stages <= group <= count and not 0 < count % group < stages
@@ -95,11 +110,15 @@ def request_of(args: argparse.Namespace) -> ScheduleRequest:
         return pipeline.request  # type: ignore[no-any-return]
     if Parallel.of(args).chunks is None:
         return ScheduleRequest()
+    flags = read(_Interleaved, args)
     return ScheduleRequest(
-        "interleaved",
-        group_size=args.microbatch_group_size_per_vp_stage,
-        pairs=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
+        "interleaved", group_size=flags.group, pairs=flags.overlap_moe_expert_parallel_comm
     )
+
+
+def overlaps_experts(args: argparse.Namespace) -> bool:
+    """Whether forward of one micro-batch runs between the experts' messages of another's."""
+    return read(_Interleaved, args).overlap_moe_expert_parallel_comm
 
 
 def scheduled_pipeline(args: argparse.Namespace) -> Any:
@@ -118,7 +137,7 @@ def stage_shares(args: argparse.Namespace) -> tuple[float, ...] | None:
     layers = layers_of_stages(vars(args))
     if len(set(layers)) == 1:
         return None
-    mean = args.num_layers / Parallel.of(args).pipeline
+    mean = read(ModelConfig, args).num_layers / Parallel.of(args).pipeline
     return tuple(count / mean for count in layers)
 
 

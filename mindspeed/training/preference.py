@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mindspeed.adaptor.micro_batch import FullBatch
+from mindspeed.flags import read
 from mindspeed.preference.answers import Answers
 from mindspeed.preference.losses import (
     PreferenceLoss,
@@ -32,6 +33,7 @@ from mindspeed.preference.losses import (
     loss_of,
     reward_loss,
 )
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.training.model import ModelProvider
 from mindspeed.training.reference import (
     Chunks,
@@ -58,10 +60,11 @@ def step_of(
         provider: of the model.
         read_weights: of a second copy that is the reference model.
     """
-    if args.objective == "preference":
+    options = read(PreferenceOptions, args)
+    if options.objective == "preference":
         reference = reference_of(args, chunks, provider, read_weights=read_weights)
-        return PreferenceStep(args, reference)
-    return RewardStep(args) if args.objective == "reward" else None
+        return PreferenceStep(PreferenceLoss.of(options), reference)
+    return RewardStep(options.center_rewards_coefficient) if options.objective == "reward" else None
 
 
 class _Pairs:
@@ -88,14 +91,14 @@ class PreferenceStep(_Pairs):
     """Forward step of preferences.
 
     Args:
-        args: final values.
+        loss: of the answers.
         reference: context manager that yields the chunks of the reference model; None without one,
             and where the data have its log-probabilities.
     """
 
-    def __init__(self, args: argparse.Namespace, reference: Chunks | None) -> None:
+    def __init__(self, loss: PreferenceLoss, reference: Chunks | None) -> None:
         super().__init__()
-        self._loss = PreferenceLoss.from_args(args)
+        self._loss = loss
         self._reference = reference
         self._references: deque[torch.Tensor] = deque()
 
@@ -143,12 +146,12 @@ class RewardStep(_Pairs):
     The reward of an answer is the score of its last token, the only one in the loss mask.
 
     Args:
-        args: final values.
+        center: add this times the square of the sum of rewards.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, center: float) -> None:
         super().__init__()
-        self._center = args.center_rewards_coefficient
+        self._center = center
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         """The scores of the tokens of a micro-batch ``[b, s, 1]``, and the function of its loss."""

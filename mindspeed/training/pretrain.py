@@ -18,15 +18,18 @@ from megatron.core.num_microbatches_calculator import (
 
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.load import load
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.checkpoint.save import Saver
+from mindspeed.flags import read
 from mindspeed.job import Batch, Schedule, TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 from mindspeed.storage import directory
-from mindspeed.training import data, loop, preference, reference, setup
+from mindspeed.training import data, loop, preference, reference, resolve_data, setup
 from mindspeed.training.forward_step import ForwardStep, forward_step
 from mindspeed.training.model import ModelProvider, build, gpt_model, resume_adapters
+from mindspeed.training.options import DataOptions, LoraOptions, TrainingOptions
 from mindspeed.training.resolve import Settings
 from mindspeed.training.token_counts import FixedLengthCounter, SampleCounter, training_flops
 
@@ -56,43 +59,48 @@ def pretrain(
 
 def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardStep) -> int:
     args = settings.args
-    tokenizer = data.load_tokenizer(args)
+    files, adapters = read(CheckpointOptions, args), read(LoraOptions, args)
+    tokenizer = resolve_data.load_tokenizer(args)
     count_batches(args)
-    if _is_finished(args):
+    if _is_finished(args, files):
         return Schedule.of(args).iterations
     reference.check_tokenizer(args, tokenizer)
     references = reference.precomputed(args, tokenizer, provider)
     model = build(args, provider)
     state = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer, references)
-    read = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
-    counter = SampleCounter() if args.is_instruction_dataset else FixedLengthCounter(args)
+    conversations = read(DataOptions, args).is_instruction_dataset
+    counter = SampleCounter() if conversations else FixedLengthCounter(args)
+    readers_of = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
     sizes = sizes_of_arguments(vars(args))
-    readers = read(sets.train, state.train_samples, counter=counter, sizes=sizes)
+    readers = readers_of(sets.train, state.train_samples, counter=counter, sizes=sizes)
     held_out = {}
     if Schedule.of(args).evaluation_steps:
-        held_out["validation"] = read(sets.valid, state.valid_samples)
+        held_out["validation"] = readers_of(sets.valid, state.valid_samples)
         if data.has_test(args):
-            held_out["test"] = read(sets.test, 0)
+            held_out["test"] = readers_of(sets.test, 0)
     saver = None
-    if args.save:
-        saver = Saver(args, model, settings.recipe, training_flops(args, 1))
-        source = args.lora_load if adapted(model.chunks) else args.load
-        saver.last_saved = state.iteration if source == args.save else None
+    if files.save:
+        peft, flops = adapters.lora_export == "peft", training_flops(args, 1)
+        saver = Saver(args, model, settings.recipe, flops, peft=peft)
+        source = adapters.lora_load if adapted(model.chunks) else files.load
+        saver.last_saved = state.iteration if source == files.save else None
     step = preference.step_of(args, model.chunks, provider) or forward_step
     done = loop.train(args, model, readers, held_out, state, saver, counter, step)
     return done.iteration
 
 
-def _is_finished(args: argparse.Namespace) -> bool:
+def _is_finished(args: argparse.Namespace, files: CheckpointOptions) -> bool:
     """Whether ``--auto-resume`` finds the checkpoint of the last iteration; says so. Collective."""
-    if not args.auto_resume or not (args.load == args.save or lora_flags.asked(args)):
+    save = files.save
+    if not files.auto_resume or not (files.load == save or lora_flags.asked(args)):
         return False
+    assert save is not None  # --auto-resume needs it
     answer = [False]
     if dist.get_rank() == 0:
         iterations = Schedule.of(args).iterations
-        last = directory.path_of(args.save, iterations)
-        same = directory.tracked(args.save) == iterations
+        last = directory.path_of(save, iterations)
+        same = directory.tracked(save) == iterations
         answer = [same and directory.problem_with(last) is None]
         if answer[0]:
             print(f" nothing left to do: {last} is the last iteration of this job", flush=True)
@@ -105,7 +113,7 @@ def resume(args: argparse.Namespace, model: TrainedModel) -> TrainState:
     if adapted(model.chunks):
         loaded = resume_adapters(args, model)
     else:
-        loaded = load(args, model) if args.load else None
+        loaded = load(args, model) if read(CheckpointOptions, args).load else None
     if loaded is None:
         return TrainState()
     update_num_microbatches(loaded.state.train_samples, consistency_check=False)
@@ -121,5 +129,5 @@ def count_batches(args: argparse.Namespace) -> None:
         batch.whole,
         batch.micro,
         batch.data_parallel,
-        args.decrease_batch_size_if_needed,
+        read(TrainingOptions, args).decrease_batch_size_if_needed,
     )

@@ -32,23 +32,27 @@ from mindspeed import device
 from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint.contents import model_at
 from mindspeed.checkpoint.load import load
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.data.instruction_dataset import part_prefixes
 from mindspeed.data.preference_dataset import PreferenceConfig, PreferenceDataset, PreferenceFiles
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_writer
-from mindspeed.flags import changed
+from mindspeed.flags import changed, read
 from mindspeed.job import Batch
 from mindspeed.lora import adapted, switched_off
 from mindspeed.models.extra_flags import PLAIN
 from mindspeed.models.hf_load import folder_of, is_hf
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.preference.answers import Answers, answers_of
 from mindspeed.preference.losses import PreferenceLoss
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.training import data, setup
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.model import ModelProvider, build_modules
+from mindspeed.training.options import DataOptions, TrainingOptions
 from mindspeed.training.step import run_schedule
 
 Chunks = Callable[[], Any]
@@ -108,8 +112,9 @@ def frozen_copy(args: argparse.Namespace, provider: ModelProvider) -> list[Any]:
 
 def runs_in_steps(args: argparse.Namespace) -> bool:
     """Whether a reference model runs in each step of a job."""
-    preference = args.objective == "preference" and not args.precompute_reference
-    return preference and PreferenceLoss.from_args(args).needs_reference
+    options = read(PreferenceOptions, args)
+    preference = options.objective == "preference" and not options.precompute_reference
+    return preference and PreferenceLoss.of(options).needs_reference
 
 
 def reference_of(
@@ -129,7 +134,7 @@ def reference_of(
     """
     if not runs_in_steps(args):
         return None
-    if adapted(chunks) and args.reference_load is None:
+    if adapted(chunks) and read(PreferenceOptions, args).reference_load is None:
         return partial(_without_adapters, chunks)
     copy = frozen_copy if read_weights else unloaded_copy
     return partial(_frozen, copy(args, provider))
@@ -152,7 +157,8 @@ def _frozen(chunks: list[Any]) -> Iterator[list[Any]]:
 
 
 def _source(args: argparse.Namespace) -> str:
-    return str(args.reference_load or args.load)
+    options, files = read(PreferenceOptions, args), read(CheckpointOptions, args)
+    return str(options.reference_load or files.load)
 
 
 def check_tokenizer(args: argparse.Namespace, tokenizer: TextTokenizer) -> None:
@@ -161,19 +167,19 @@ def check_tokenizer(args: argparse.Namespace, tokenizer: TextTokenizer) -> None:
     Raises:
         ConfigError: it has another one; names a token that differs.
     """
-    if args.objective != "preference" or not is_hf(args.reference_load):
+    preference, options = read(PreferenceOptions, args), TokenizerOptions.from_args(args)
+    load = preference.reference_load
+    if preference.objective != "preference" or load is None or not is_hf(load):
         return
-    if args.reference_load == args.load or args.tokenizer_model is None:
+    if load == read(CheckpointOptions, args).load or options.tokenizer_model is None:
         return
-    options = TokenizerOptions.from_args(args)
-    folder = folder_of(args.reference_load)
-    other = build_tokenizer(dataclasses.replace(options, tokenizer_model=folder))
+    other = build_tokenizer(dataclasses.replace(options, tokenizer_model=folder_of(load)))
     sizes = tokenizer.vocab_size, other.vocab_size
     differ = (i for i in range(min(sizes)) if tokenizer.piece(i) != other.piece(i))
     number = next(differ, None if sizes[0] == sizes[1] else min(sizes))
     if number is not None:
         raise ConfigError(
-            f"--reference-load {args.reference_load} has another tokenizer: token {number} is "
+            f"--reference-load {load} has another tokenizer: token {number} is "
             f"{_piece(other, number)} there and {_piece(tokenizer, number)} here, so its "
             "log-probabilities are of other texts; take a reference of the same model"
         )
@@ -190,7 +196,8 @@ def precomputed(
 
     Collective. None where they are not wanted.
     """
-    if args.objective != "preference" or not args.precompute_reference:
+    options = read(PreferenceOptions, args)
+    if options.objective != "preference" or not options.precompute_reference:
         return None
     paths = {prefix: _file(args, prefix) for prefix in _prefixes(args)}
     missing = [prefix for prefix, path in paths.items() if not path.exists()]
@@ -208,8 +215,9 @@ def precomputed(
 
 
 def _prefixes(args: argparse.Namespace) -> list[str]:
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    blends = [get_blend_from_list(list(value)) for name in names if (value := getattr(args, name))]
+    options = read(DataOptions, args)
+    paths = options.data_path, options.train_data_path, options.valid_data_path
+    blends = [get_blend_from_list(list(some)) for some in (*paths, options.test_data_path) if some]
     return list(dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]))
 
 
@@ -258,15 +266,16 @@ def _compute(
     args: argparse.Namespace, tokenizer: TextTokenizer, modules: list[Any], prefix: str, path: Path
 ) -> None:
     """Run the reference model over a data set and write its log-probabilities. Collective."""
-    files = PreferenceFiles(prefix, args.mmap_bin_files)
+    options = read(DataOptions, args)
+    files = PreferenceFiles(prefix, options.mmap_bin_files)
     config = PreferenceConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
+        random_seed=read(TrainingOptions, args).seed,
+        sequence_length=options.seq_length,
         blend=([prefix], None),
         split="1,0,0",
         tokenizer=tokenizer,
-        vocab_size=args.padded_vocab_size,
-        pack=args.pack_sequences,
+        vocab_size=read(ModelConfig, args).padded_vocab_size,
+        pack=options.pack_sequences,
         shuffle=False,
     )
     pairs = PreferenceDataset(files, prefix, np.arange(len(files)), None, Split.train, config)

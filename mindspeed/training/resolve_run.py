@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed.checkpoint.contents import model_at
 from mindspeed.checkpoint.find import saved_args
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.errors import MindSpeedError
 from mindspeed.flags import read
 from mindspeed.job import Batch
@@ -17,14 +18,13 @@ from mindspeed.lora import flags as lora_flags
 from mindspeed.lora.config import HEAD
 from mindspeed.models.hf_load import is_hf
 from mindspeed.preference.losses import SMOOTHED, PreferenceLoss
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.storage.directory import tracked
 from mindspeed.training.options import (
-    CheckpointOptions,
     DataOptions,
     LoggingOptions,
     LoraOptions,
     OptimizerOptions,
-    PreferenceOptions,
     TrainingOptions,
 )
 from mindspeed.training.sinks import missing_packages
@@ -141,7 +141,8 @@ def _base_of_rewards(files: CheckpointOptions) -> Iterator[str]:
 
 
 def _reference(args: argparse.Namespace) -> Iterator[str]:
-    loss, options = PreferenceLoss.from_args(args), read(PreferenceOptions, args)
+    options = read(PreferenceOptions, args)
+    loss = PreferenceLoss.of(options)
     if loss.label_smoothing and loss.kind not in SMOOTHED:
         yield f"--label-smoothing: only with --loss-type {', '.join(SMOOTHED)}"
     if not loss.needs_reference:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.job import Parallel
 from mindspeed.training import pretrain as trainer
 from mindspeed.training.arguments import TrainerParser
 from mindspeed.training.forward_step import ForwardStep, forward_step
@@ -54,7 +55,7 @@ def pretrain(
     forward = forward_step if forward_step_func is None else forward_step_func
     if model_provider is None:
         return trainer.pretrain(settings, forward_step=forward)
-    if settings.args.virtual_pipeline_model_parallel_size:
+    if Parallel.of(settings.args).chunks is not None:
         raise ConfigError(
             "a script's model_provider has no argument for virtual pipeline stages: leave out "
             "--num-layers-per-virtual-pipeline-stage, or the model_provider"

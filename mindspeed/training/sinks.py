@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.errors import describe
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
 from mindspeed.flags import read
 from mindspeed.parsing import decode_json
-from mindspeed.training.options import LoggingOptions
+from mindspeed.training.options import LoggingOptions, TrainingOptions
 
 Metrics = Mapping[str, Any]
 
@@ -85,9 +86,10 @@ def open_sinks(args: argparse.Namespace, done: int) -> list[Sink]:
         args: final values.
         done: iterations that are done already; later ones in the files are of a lost run.
     """
-    options, save = read(LoggingOptions, args), args.save
+    options, save = read(LoggingOptions, args), read(CheckpointOptions, args).save
     on_terminal = options.progress_bar and sys.stderr.isatty()
-    sinks: list[Sink] = [ProgressBar(done, args.train_iters) if on_terminal else Console()]
+    total = read(TrainingOptions, args).train_iters
+    sinks: list[Sink] = [ProgressBar(done, total) if on_terminal else Console()]
     path = options.metrics_file or (save and str(Path(save) / "metrics.jsonl"))
     say = sinks[0].message
     if path:
@@ -137,7 +139,7 @@ class Console(RecordingSink):
 class ProgressBar:
     """Log lines above a progress bar, on a terminal."""
 
-    def __init__(self, done: int, total: int) -> None:
+    def __init__(self, done: int, total: int | None) -> None:
         from tqdm import tqdm
 
         self._bar = tqdm(initial=done, total=total, unit="it", dynamic_ncols=True, leave=False)

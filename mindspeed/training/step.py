@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed import device, session
@@ -32,9 +33,10 @@ from mindspeed.flags import read
 from mindspeed.job import Batch, Schedule
 from mindspeed.training import zero
 from mindspeed.training.batches import MicroBatches
+from mindspeed.training.configs import optimizer_config
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, MicroBatchLoss, first_not_finite
-from mindspeed.training.options import TrainingOptions
+from mindspeed.training.options import DataOptions, TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Trainer:
         session.install().reached.stop_watching()  # the loop judges for all ranks
         self._schedule = get_forward_backward_func()
         self._nonfinite = 0
-        self.skipped = SkippedSteps(args)
+        self.skipped = SkippedSteps(optimizer_config(args))
 
     def step(self, readers: Sequence[Reader | None], iteration: int) -> StepResult:
         """Run one optimizer step.
@@ -214,7 +216,7 @@ def run_schedule(
         data_iterator=readers[0] if single else list(readers),
         model=chunks[0] if single else chunks,
         num_microbatches=num_microbatches,
-        seq_length=args.seq_length,
+        seq_length=read(DataOptions, args).seq_length,
         micro_batch_size=Batch.of(args).micro,
         forward_only=forward_only,
     )
@@ -254,12 +256,12 @@ class SkippedSteps:
     """Counts skipped steps of a run with dynamic loss scaling.
 
     Args:
-        args: final values: ``fp16``, ``loss_scale`` and ``min_loss_scale``.
+        config: of the optimizer: ``fp16``, ``loss_scale`` and ``min_loss_scale``.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._active = bool(args.fp16) and not args.loss_scale
-        self._smallest = args.min_loss_scale
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._active = config.fp16 and not config.loss_scale
+        self._smallest = config.min_loss_scale
         self._steps = self._updates = 0
         self._bad_losses = self._at_smallest = 0
 

@@ -49,8 +49,8 @@ class FixedLengthCounter:
     """Plain text: all sequences have ``--seq-length`` tokens and no padding."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._length = args.seq_length
-        self._keys = keys_of_a_query(args)(args.seq_length)
+        shape = model_shape(args)
+        self._length, self._keys = shape.seq_length, shape.keys
 
     def watch(self, loader: Iterator[Any]) -> Iterator[Any]:
         """Return the loader unchanged."""
@@ -120,9 +120,9 @@ def sample_counts(
 
 def training_flops(args: argparse.Namespace, samples: int) -> float:
     """Floating-point operations to train on ``samples`` sequences of full length."""
-    tokens = args.seq_length * samples
-    pairs = tokens * keys_of_a_query(args)(args.seq_length)
-    return flops_of_tokens(model_shape(args), tokens, pairs)
+    shape = model_shape(args)
+    tokens = shape.seq_length * samples
+    return flops_of_tokens(shape, tokens, tokens * shape.keys)
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:

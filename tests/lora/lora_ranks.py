@@ -48,9 +48,9 @@ def _source(folder: str) -> list[str]:
 def resolved(folder: str, flags: Sequence[str], world_size: int = 1) -> Any:
     """Final values of a run with the model of ``folder``."""
     from mindspeed.training.arguments import build_parser
-    from mindspeed.training.data import load_tokenizer
     from mindspeed.training.recipe import parse_with_recipe
     from mindspeed.training.resolve import resolve
+    from mindspeed.training.resolve_data import load_tokenizer
 
     args = parse_with_recipe([*_source(folder), *COMMON, *flags], build_parser())
     args = resolve(args, world_size).args

@@ -24,9 +24,9 @@ COMMON = (
 def resolved(folder: str, flags: Sequence[str], world_size: int = 1) -> Any:
     """Final values of a run that takes its model from ``folder``."""
     from mindspeed.training.arguments import build_parser
-    from mindspeed.training.data import load_tokenizer
     from mindspeed.training.recipe import parse_with_recipe
     from mindspeed.training.resolve import resolve
+    from mindspeed.training.resolve_data import load_tokenizer
 
     words = [f"--model={folder}", f"--seq-length={LENGTH}", *COMMON, *flags]
     args = parse_with_recipe(words, build_parser())

@@ -99,7 +99,7 @@ def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
     """
     from megatron.core.datasets import gpt_dataset
 
-    from mindspeed.training import data, setup
+    from mindspeed.training import data, resolve_data, setup
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.initialize import prepare
     from mindspeed.training.model import build_modules, gpt_model
@@ -107,7 +107,7 @@ def packed_and_dense(flags: Sequence[str]) -> dict[str, Any]:
 
     args = prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
     setup.initialize(args)
-    config, tokenizer = transformer_config(args), data.load_tokenizer(args)
+    config, tokenizer = transformer_config(args), resolve_data.load_tokenizer(args)
     (model,) = build_modules(args, config, gpt_model)
     sets = data.build_datasets(args, config, tokenizer)
     (reader,) = data.micro_batches(args, config, sets.train, 0, tokenizer)

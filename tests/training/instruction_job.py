@@ -42,14 +42,14 @@ def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
     """The first micro-batches of this rank's stage."""
     import os
 
-    from mindspeed.training import data, setup
+    from mindspeed.training import data, resolve_data, setup
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.initialize import prepare
 
     args = prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
     setup.initialize(args)
     config = transformer_config(args)
-    tokenizer = data.load_tokenizer(args)
+    tokenizer = resolve_data.load_tokenizer(args)
     sets = data.build_datasets(args, config, tokenizer)
     (reader,) = data.micro_batches(args, config, sets.train, 0, tokenizer)
     found = [next(reader) for _ in range(count)]
@@ -68,14 +68,14 @@ def packed_and_padded(flags: list[str], count: int) -> dict[str, Any]:
     """
     import os
 
-    from mindspeed.training import data, setup
+    from mindspeed.training import data, resolve_data, setup
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.initialize import prepare
     from mindspeed.training.model import build_modules, gpt_model
 
     args = prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"])).args
     setup.initialize(args)
-    tokenizer = data.load_tokenizer(args)
+    tokenizer = resolve_data.load_tokenizer(args)
     config = transformer_config(args)
     (model,) = build_modules(args, config, gpt_model)
     rows = data.build_datasets(args, config, tokenizer).train

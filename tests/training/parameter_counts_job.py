@@ -27,7 +27,8 @@ def built(flags: str) -> tuple[int, int, int, bool]:
     """Stage of this rank, entries and bytes of its parameters; it is the first of its stage."""
     from megatron.core import parallel_state
 
-    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.lora import attach
+    from mindspeed.lora.flags import adapters_of
     from mindspeed.training import setup
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.initialize import prepare
@@ -36,7 +37,7 @@ def built(flags: str) -> tuple[int, int, int, bool]:
     args = prepare([*MODEL, *flags.split()], int(os.environ["WORLD_SIZE"])).args
     setup.initialize(args)
     chunks = build_modules(args, transformer_config(args), gpt_model)
-    adapters = LoraConfig.from_args(args)
+    adapters = adapters_of(args)
     if adapters is not None:
         attach(chunks, adapters)
     parameters = {id(one): one for chunk in chunks for one in chunk.parameters()}.values()

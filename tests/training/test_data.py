@@ -41,14 +41,14 @@ def batches(flags: list[str], count: int) -> list[dict[str, Any]]:
     import os
 
     from mindspeed.cli.pretrain import _prepare
-    from mindspeed.training import data, setup
+    from mindspeed.training import data, resolve_data, setup
     from mindspeed.training.configs import transformer_config
 
     settings = _prepare(flags, int(os.environ["WORLD_SIZE"]))
     args = settings.args
     setup.initialize(args)
     config = transformer_config(args)
-    tokenizer = data.load_tokenizer(args)
+    tokenizer = resolve_data.load_tokenizer(args)
     sets = data.build_datasets(args, config, tokenizer)
     (reader,) = data.micro_batches(args, config, sets.train, 0, tokenizer)
     return [next(reader) for _ in range(count)]
@@ -59,17 +59,17 @@ def load_a_tokenizer_of(entries: int) -> str:
     from types import SimpleNamespace
 
     from mindspeed.errors import DataError
-    from mindspeed.training import data
+    from mindspeed.training import resolve_data
 
-    data.TokenizerOptions = SimpleNamespace(from_args=lambda args: None)
-    data.build_tokenizer = lambda options: SimpleNamespace(vocab_size=entries)
+    resolve_data.TokenizerOptions = SimpleNamespace(from_args=lambda args: None)
+    resolve_data.build_tokenizer = lambda options: SimpleNamespace(vocab_size=entries)
     args = SimpleNamespace(
         vocab_size=1000, padded_vocab_size=None, mask_padded_vocab=True,
         tokenizer_type="HuggingFaceTokenizer", make_vocab_size_divisible_by=16,
         tensor_model_parallel_size=2,
     )  # fmt: skip
     try:
-        data.load_tokenizer(args)
+        resolve_data.load_tokenizer(args)
     except DataError as error:
         return str(error)
     return f"{args.padded_vocab_size} rows"
@@ -77,12 +77,12 @@ def load_a_tokenizer_of(entries: int) -> str:
 
 def numbers_of_a_model() -> tuple[int, int, int]:
     """The end of a document, the entries and the rows, without a tokenizer for a family's model."""
-    from mindspeed.training import data
+    from mindspeed.training import resolve_data
     from mindspeed.training.arguments import parse
 
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1024", "--mask-padded-vocab"]
     args = parse([*flags, "--make-vocab-size-divisible-by", "128"])
-    tokenizer = data.load_tokenizer(args)
+    tokenizer = resolve_data.load_tokenizer(args)
     return tokenizer.eod, tokenizer.vocab_size, args.padded_vocab_size
 
 
@@ -131,16 +131,16 @@ def share_of_first(prefixes: list[str], flags: list[str]) -> list[float]:
     import os
 
     from mindspeed.cli.pretrain import _prepare
-    from mindspeed.training import data, setup
+    from mindspeed.training import data, resolve_data, setup
     from mindspeed.training.configs import transformer_config
 
     words = ["--eval-interval", "1", "--eval-iters", "2", "--split", "1,1,1", *flags]
     settings = _prepare([*(w for w in TINY if w != "--mock-data"), *words], 1)
     assert os.environ["WORLD_SIZE"] == "1"
     args = settings.args
-    data.check_files(args)
+    resolve_data.check_files(args)
     setup.initialize(args)
-    tokenizer = data.load_tokenizer(args)
+    tokenizer = resolve_data.load_tokenizer(args)
     sets = data.build_datasets(args, transformer_config(args), tokenizer)
     assert not data.has_test(args)
     return [

@@ -36,7 +36,12 @@ from mindspeed.models.hf_files import CONFIG, read_config
 from mindspeed.models.hf_load import folder_of
 from mindspeed.models.naming import Scheme
 from mindspeed.models.parallel_sizes import ParallelSizes
-from mindspeed.models.weight_source import TransformedWeights, WeightSource, padded_vocab
+from mindspeed.models.weight_source import (
+    TransformedWeights,
+    WeightSource,
+    padded_vocab,
+    take_vocabulary,
+)
 from mindspeed.storage import directory
 from mindspeed.storage.safe_metadata import common_state
 
@@ -101,7 +106,8 @@ def open_weights(
         return HFWeights(found.folder, mtp_num_layers=mtp_num_layers)
 
     def family(args: argparse.Namespace) -> Family:
-        _take_vocabulary(args, like)
+        if like is not None:
+            take_vocabulary(args, read_config(like).get("vocab_size"))
         return family_like(args, like)
 
     checkpoint = found.checkpoint
@@ -123,15 +129,6 @@ def open_weights(
         return SafetensorsWeights(checkpoint, family)
     args = common_state(checkpoint)["args"]
     return TorchDistWeights(checkpoint, args, family(args))
-
-
-def _take_vocabulary(args: argparse.Namespace, like: str | None) -> None:
-    """Megatron-LM's checkpoints know the padded vocabulary only; ``like`` knows the model's."""
-    if like is None or getattr(args, "vocab_size", None):
-        return
-    entries = read_config(like).get("vocab_size")
-    if isinstance(entries, int) and 0 < entries <= args.padded_vocab_size:
-        args.vocab_size = entries
 
 
 def convert(source: WeightSource, output: str | Path, target: Target) -> WeightSource:
@@ -168,7 +165,7 @@ def verify(written: WeightSource, output: str | Path, *, like: str | None = None
     Raises:
         CheckpointError: Names the first parameter that differs.
     """
-    mtp = getattr(written.args, "mtp_num_layers", None)
+    mtp = written.shape["mtp"] or None
     found = open_weights(output, like=like, mtp_num_layers=mtp)
     rows = {parameter.name: parameter.shape[0] for parameter in found.table}
     for parameter in written.table:
@@ -205,7 +202,7 @@ def _transformed(
     dtype = weights.dtype(weights.table[0])
     weights.args = changed(
         weights.args,
-        transformer_impl=target.transformer_impl or weights.args.transformer_impl,
+        transformer_impl=target.transformer_impl or weights.scheme,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,

@@ -15,6 +15,7 @@ from mindspeed.data.hf_tokenizer import GENERIC_CLASSES
 from mindspeed.data.hf_tokenizer import read_config as read_config_of_tokenizer
 from mindspeed.errors import CheckpointError
 from mindspeed.files import atomic_write_text
+from mindspeed.flags import read
 from mindspeed.json_fields import read_object
 from mindspeed.models.families import (
     Family,
@@ -160,7 +161,7 @@ def write_hf(
     ]
     contents = pack(plain(weights.read), stacks, experts)
 
-    companions = like or getattr(weights.args, "tokenizer_model", None)
+    companions = like or read(ModelConfig, weights.args).tokenizer_model
     config = _config(weights, base, companions)
     config["torch_dtype"] = _DTYPES[specs[0].dtype]
     write_weights(folder, specs, contents, max_shard_bytes)

@@ -170,14 +170,13 @@ def write_legacy(
     Raises:
         ConfigError: The model cannot be divided like this.
     """
-    args, shape = weights.args, weights.shape
-    sizes.check(shape, args.num_attention_heads)
+    shape, scheme = weights.shape, weights.scheme
+    sizes.check(shape)
     if any(shape.linear_layers):
         raise ConfigError(
             "files of ranks have no place for a gated delta net, whose matrices are stored in "
             "parts: write torch_dist, safetensors or hf"
         )
-    scheme: Scheme = args.transformer_impl
     stages = sizes.stages(shape.num_layers)
 
     def targets(parameter: Parameter) -> list[tuple[int, int, int, str]]:
@@ -199,7 +198,7 @@ def write_legacy(
         entry = weights.dtype(parameter), shard_shape(parameter, scheme, sizes.tensor)
         for pipeline, expert, virtual, name in targets(parameter):
             contents[pipeline, expert][virtual][name] = entry
-    extra = _extra(args, sizes, grouped=grouped, deepspeed=deepspeed)
+    extra = _extra(weights.args, sizes, grouped=grouped, deepspeed=deepspeed)
     files = {}
     for pipeline, expert, tensor in product(
         range(sizes.pipeline), range(sizes.expert), range(sizes.tensor)

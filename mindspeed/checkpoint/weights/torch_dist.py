@@ -76,9 +76,7 @@ def write_torch_dist(weights: WeightSource, folder: Path, *, max_file_bytes: int
         folder: An existing directory.
         max_file_bytes: Largest size of a file with more than one tensor; memory holds one file.
     """
-    shape, args = weights.shape, weights.args
-    stacked = not isinstance(args.moe_layer_freq, list)
-    scheme = args.transformer_impl
+    shape, scheme, stacked = weights.shape, weights.scheme, weights.stacked
     tensors = []
     for parameter in weights.table:
         place = address(parameter, scheme, shape.num_layers, shape["experts"], stacked=stacked)
@@ -93,7 +91,7 @@ def write_torch_dist(weights: WeightSource, folder: Path, *, max_file_bytes: int
             )
         )
     write_tensors(folder, tensors, _extra_states(tensors), max_file_bytes)
-    _write_common(folder, args)
+    _write_common(folder, weights.args)
 
 
 def _extra_states(tensors: Sequence[StoredTensor]) -> Iterator[str]:
