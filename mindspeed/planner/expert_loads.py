@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed.errors import ConfigError
-from mindspeed.job import Parallel
+from mindspeed.job import MixtureOfExperts, Parallel
 from mindspeed.moe.load.routing import read as read_routing
 from mindspeed.parsing import read_json
 
@@ -54,7 +54,8 @@ class ExpertLoads:
 
     def more(self, args: argparse.Namespace) -> float:
         """Part of its tokens that the busiest rank of a job may get beyond what is assumed."""
-        if self.text or not args.num_experts or _forced(args):
+        moe = MixtureOfExperts.of(args)
+        if self.text or not moe.count or moe.forced:
             return 0.0
         return min(UNKNOWN, float(Parallel.of(args).expert)) - 1.0
 
@@ -66,23 +67,24 @@ class ExpertLoads:
         """
         if not self.text:
             return
-        if not args.num_experts:
+        moe = MixtureOfExperts.of(args)
+        if not moe.count:
             raise ConfigError(f"--expert-imbalance {self.text}: the model has no experts")
-        if _forced(args):
+        if moe.forced:
             raise ConfigError(
                 f"--expert-imbalance {self.text}: with --moe-router-force-load-balancing experts "
                 "get equal numbers of tokens; remove one"
             )
         for layer in self.tokens:
-            if len(layer) != args.num_experts:
+            if len(layer) != moe.count:
                 raise ConfigError(
                     f"--expert-imbalance {self.text}: it has {len(layer)} experts, the model "
-                    f"{args.num_experts}"
+                    f"{moe.count}"
                 )
 
     def sentence(self, args: argparse.Namespace) -> str:
         """What is assumed of a job with experts, for people."""
-        if _forced(args):
+        if MixtureOfExperts.of(args).forced:
             return "experts get equal numbers of tokens, by --moe-router-force-load-balancing"
         if not self.text:
             return (
@@ -92,10 +94,6 @@ class ExpertLoads:
         if self.tokens:
             return f"experts get tokens as {self.text} has recorded them"
         return f"the busiest expert-parallel rank gets {self.factor:g} times the mean"
-
-
-def _forced(args: argparse.Namespace) -> bool:
-    return bool(vars(args).get("moe_router_force_load_balancing"))
 
 
 def _busiest(layer: tuple[int, ...], ranks: int) -> float:
@@ -117,7 +115,9 @@ def loads_of(args: argparse.Namespace) -> ExpertLoads:
 def assumed(args: argparse.Namespace) -> str:
     """What a plan assumes about the data of a job with final values ``args``, in words."""
     documents = "every sample is one document"
-    return f"{documents}; {loads_of(args).sentence(args)}" if args.num_experts else documents
+    if not MixtureOfExperts.of(args).count:
+        return documents
+    return f"{documents}; {loads_of(args).sentence(args)}"
 
 
 def expert_loads(text: str) -> ExpertLoads:

@@ -36,6 +36,7 @@ from mindspeed.device import Device
 from mindspeed.device.base import MemoryStats
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
+from mindspeed.flags import read
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Parallel
@@ -49,6 +50,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.rates import DeviceRates, clock_of
 from mindspeed.planner.count.fake_world import fake_world
 from mindspeed.planner.count.planned_tensors import PlannedTensors
+from mindspeed.planner.shape import FeatureFlags
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -239,7 +241,8 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
 
 
 def _settings(args: argparse.Namespace, budget: int) -> BudgetSettings:
-    if args.adaptive_memory_optimization or args.adaptive_recompute_device_swap:
+    flags = read(FeatureFlags, args)
+    if flags.adaptive_memory_optimization or flags.adaptive_recompute_device_swap:
         raise ConfigError(
             "--adaptive-memory-optimization and --adaptive-recompute-device-swap choose by the "
             "speed of copies to the host, which is measured, not modelled: plan without them"

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from mindspeed.job import MixtureOfExperts, Precision
+
 RATIOS = Path(__file__).parent / "published_ratios.csv"
 _OUTSIDE = 0.04
 _WEIGHT_OF_A_DIFFERENCE = 0.5
@@ -110,12 +112,7 @@ def _two_digits(value: float) -> str:
 
 def job_kind(args: argparse.Namespace) -> JobKind:
     """The kind of a job, from its final values."""
-    precision = "bf16"
-    if args.fp8:
-        precision = "mxfp8" if args.fp8_recipe == "mxfp8" else "fp8"
-    elif getattr(args, "fp4", None):
-        precision = "nvfp4"
-    return JobKind(bool(args.num_experts), precision)
+    return JobKind(MixtureOfExperts.of(args).count > 0, Precision.of(args).low or "bf16")
 
 
 @functools.cache

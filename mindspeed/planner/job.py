@@ -16,11 +16,13 @@ import copy
 import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import flags_planned_as
+from mindspeed.flags import changed
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads
 from mindspeed.training import recipe
 from mindspeed.training.arguments import TrainerParser, build_parser
@@ -165,8 +167,7 @@ class Job:
 
     def _assumed(self, settings: Settings) -> Settings:
         self.loads.check(settings.args)
-        settings.args.expert_loads = self.loads
-        return settings
+        return replace(settings, args=changed(settings.args, expert_loads=self.loads))
 
     def flags(self, overrides: Overrides | None = None) -> list[str]:
         """The words of the command line with some flags changed; recipes are expanded."""

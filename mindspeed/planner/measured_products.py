@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
+from mindspeed.flags import read
 from mindspeed.job import Batch, Parallel
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.planner.cluster.measured_device import NAMES, Stopwatch
 from mindspeed.te import kernels
 from mindspeed.tensor_parallel.products import OverlappedProducts, why_not_fused
@@ -69,28 +71,29 @@ def products_of(args: argparse.Namespace) -> list[Product]:
     Raises:
         ConfigError: nothing is communicated, or the layers' products are not these.
     """
-    ranks = Parallel.of(args).tensor
+    parallel, model = Parallel.of(args), read(ModelConfig, args)
+    ranks, parted = parallel.tensor, parallel.sequence > 1
     if ranks == 1:
         raise ConfigError("the job has --tensor-model-parallel-size 1: no product communicates")
     for flag in ("tp_2d", "multi_latent_attention", "unaligned_linear"):
         if vars(args).get(flag):
             option = flag.replace("_", "-")
             raise ConfigError(f"--{option}: the products of such layers are not measured; drop it")
-    rows = args.seq_length // Parallel.of(args).context * Batch.of(args).micro
-    heads = args.num_attention_heads * args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    into = (heads + 2 * groups * args.kv_channels) // ranks
-    wide = args.ffn_hidden_size // ranks
-    columns = (into, wide * (2 if args.swiglu else 1))
+    rows = model.seq_length // parallel.context * Batch.of(args).micro
+    heads = model.num_attention_heads * model.kv_channels
+    groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
+    into = (heads + 2 * groups * model.kv_channels) // ranks
+    wide = model.ffn_hidden_size // ranks
+    columns = (into, wide * (2 if model.swiglu else 1))
     inner = (heads // ranks, wide)
-    hidden = args.hidden_size
+    hidden = model.hidden_size
     found = []
-    for width in columns if args.sequence_parallel else ():
+    for width in columns if parted else ():
         found.append(Product("gather_matmul", rows, hidden, width, ranks))
-    name: Operation = "matmul_scatter" if args.sequence_parallel else "matmul_reduce"
+    name: Operation = "matmul_scatter" if parted else "matmul_reduce"
     for width in inner:
         found.append(Product(name, rows, width, hidden, ranks))
-        if args.sequence_parallel:  # the gradient of its input
+        if parted:  # the gradient of its input
             found.append(Product("gather_matmul", rows, hidden, width, ranks))
     return list(dict.fromkeys(found))
 

@@ -21,11 +21,13 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
+from mindspeed import flags
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
 from mindspeed.job import Batch, Parallel, Precision
 from mindspeed.journal import Journal
 from mindspeed.json_fields import TEXT, Kind, MapOf, Real, Whole, check_declared
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.sizes import Sizes
@@ -77,21 +79,22 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
     Raises:
         ConfigError: it has none.
     """
-    if not args.num_experts:
+    model = flags.read(ModelConfig, args)
+    if not model.num_experts:
         raise ConfigError("--experts: the model has no experts")
     parallel = Parallel.of(args)
-    tokens = args.seq_length // parallel.context * Batch.of(args).micro
+    tokens = model.seq_length // parallel.context * Batch.of(args).micro
     return Sizes(
         tokens=tokens // parallel.tensor,
-        hidden=args.hidden_size,
-        experts=args.num_experts,
-        topk=args.moe_router_topk,
-        ffn=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        hidden=model.hidden_size,
+        experts=model.num_experts,
+        topk=model.moe_router_topk,
+        ffn=model.moe_ffn_hidden_size or model.ffn_hidden_size,
         ep=parallel.expert,
         etp=parallel.expert_tensor,
         itemsize=_ITEMSIZE[Precision.of(args).name],
-        shared=args.moe_shared_expert_intermediate_size or 0,
-        gated=args.swiglu,
+        shared=model.moe_shared_expert_intermediate_size or 0,
+        gated=model.swiglu,
     )
 
 

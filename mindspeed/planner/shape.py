@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.registry import uneven_layers
-from mindspeed.job import Batch, Parallel, Precision, Sharding
+from mindspeed.flags import read
+from mindspeed.job import Batch, Parallel, Precision, Recomputation, Sharding
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.expert_loads import loads_of
+from mindspeed.preference.options import PreferenceOptions
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
@@ -48,9 +50,22 @@ def whole_only(args: argparse.Namespace) -> str:
 
 def _pairs(args: argparse.Namespace) -> str:
     """What training on pairs of answers has beside layers: a reference model, steps read ahead."""
-    if args.objective == "next_token":
+    objective = read(PreferenceOptions, args).objective
+    if objective == "next_token":
         return ""
-    return f"training on pairs of answers (--objective {args.objective})"
+    return f"training on pairs of answers (--objective {objective})"
+
+
+@dataclass(frozen=True)
+class FeatureFlags:
+    """Flags of features that estimates depend on."""
+
+    unaligned_linear: bool = False
+    attention_mask_type: str | None = None
+    moe_zero_memory: str | None = None
+    optimize_recomp_communication_level: int | None = None
+    adaptive_memory_optimization: bool = False
+    adaptive_recompute_device_swap: bool = False
 
 
 DENSE, EXPERT, NOOP = "dense", "expert", "noop"
@@ -175,12 +190,11 @@ def shape_of(args: argparse.Namespace) -> Shape:
     parallel, batch, precision = Parallel.of(args), Batch.of(args), Precision.of(args)
     sharding = Sharding.of(args)
     pp = parallel.pipeline
-    length = args.seq_length // parallel.context
-    if args.sequence_parallel:
-        length //= parallel.tensor
+    length = args.seq_length // parallel.context // parallel.sequence
     counts = layers_of_stages(vars(args)) if pp > 1 else (args.num_layers,)
-    method = args.recompute_method if args.recompute_granularity == "full" else None
-    again = args.recompute_num_layers
+    recomputation = Recomputation.of(args)
+    method = recomputation.method if recomputation.whole_layers else None
+    again = recomputation.layers or 0
     return Shape(
         request=request_of(args) if pp > 1 else ScheduleRequest(),
         ranks=pp,
@@ -207,7 +221,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         recomputes_some=method == "block",
         predictions=args.mtp_num_layers or 0,
         bucket=_bucket(args, parallel.data) if sharding.overlap_gradients else 0,
-        rows_again=vars(args).get("moe_zero_memory") == "level0",
+        rows_again=read(FeatureFlags, args).moe_zero_memory == "level0",
         uneven=loads_of(args).more(args),
     )
 

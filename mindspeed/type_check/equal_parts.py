@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 
+from mindspeed.flags import read
+from mindspeed.job import Parallel, Recomputation, Sharding
 from mindspeed.journal import Journal
+from mindspeed.models.model_config import ModelConfig
+from mindspeed.planner.count.loop import TrainerLoop, loop_of
 from mindspeed.planner.shape import shape_of, whole_only
 from mindspeed.type_check.tensor_types import types_of
 
@@ -29,10 +33,11 @@ def chunks_of_stages(args: argparse.Namespace) -> list[tuple[Hashable, ...]]:
     Args:
         args: final values, of a dry run.
     """
-    stages = range(args.pipeline_model_parallel_size)
-    placed = args.mtp_num_layers and args.pipeline_model_parallel_layout
+    parallel = Parallel.of(args)
+    stages = range(parallel.pipeline)
+    placed = parallel.placed and read(ModelConfig, args).mtp_num_layers
     if len(stages) == 1 or placed or not _follows_from_parts(args):
-        count = args.virtual_pipeline_model_parallel_size or 1
+        count = parallel.chunks or 1
         return [tuple((stage, chunk) for chunk in range(count)) for stage in stages]
     shape = shape_of(args)
     return [tuple(shape.chunks_of(stage)) for stage in stages]
@@ -61,12 +66,11 @@ def equal_layers_run_once(
 
 
 def _follows_from_parts(args: argparse.Namespace) -> bool:
-    uniform = args.recompute_granularity == "full" and args.recompute_method == "uniform"
-    together = uniform and args.recompute_num_layers > 1
-    shards = (vars(args).get("zero_stage") or 0) > 1 or vars(args).get("use_megatron_fsdp")
-    if whole_only(args) or together or shards:
+    again = Recomputation.of(args)
+    together = again.whole_layers and again.method == "uniform" and (again.layers or 1) > 1
+    if whole_only(args) or together or Sharding.of(args).fsdp:
         return False
-    return getattr(args, "planned_loop", None) is None
+    return type(loop_of(args)) is TrainerLoop
 
 
 def _forward(forward: Any, parts: Hashable, ran: set[Hashable]) -> Any:

@@ -10,7 +10,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mindspeed.adaptor.upstream import UpstreamReport, load_reports
+from mindspeed.flags import read
 from mindspeed.job import Parallel
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import Verdict
 from mindspeed.type_check.chunk import WrongUse
@@ -47,12 +49,12 @@ def describe(args: argparse.Namespace, verdict: Verdict) -> str:
     parallel = Parallel.of(args)
     sizes = {
         "tensor": parallel.tensor,
-        "sequence parallel": "yes" if args.sequence_parallel else "no",
+        "sequence parallel": "yes" if parallel.sequence > 1 else "no",
         "context": parallel.context,
         "data": parallel.data,
         "pipeline": parallel.pipeline,
     }
-    if args.num_experts:
+    if read(ModelConfig, args).num_experts:
         sizes |= {"expert": parallel.expert, "expert tensor": parallel.expert_tensor}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, "no"))
     lines = [f"{parallel.world} ranks: {shown or 'nothing is shared'}"]
@@ -129,7 +131,7 @@ def _share(args: argparse.Namespace, wrong: WrongUse) -> str:
     """What the ranks divide among them where a parameter is used."""
     if any(part in name for name in wrong.parameters for part in _OF_HEADS):
         return "heads"
-    if wrong.axis != "tensor" or args.sequence_parallel:
+    if wrong.axis != "tensor" or Parallel.of(args).sequence > 1:
         return "tokens"
     return "part of the layer"
 
@@ -168,7 +170,7 @@ def as_data(args: argparse.Namespace, verdict: Verdict) -> dict[str, Any]:
         wrong["known"] = [asdict(one) for one in known(verdict.wrong)]
     return {
         "accepted": verdict.wrong is None,
-        "ranks": args.world_size,
+        "ranks": Parallel.of(args).world,
         "parameters": {kind.name: verdict.parameters[kind] for kind in Type},
         "stages": list(verdict.stages),
         "with_values": dict(verdict.with_values),

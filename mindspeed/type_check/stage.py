@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.built_model import BuiltModel
 from mindspeed.errors import ConfigError
-from mindspeed.flags import changed
-from mindspeed.job import Parallel
+from mindspeed.flags import changed, read
+from mindspeed.job import Batch, Parallel
 from mindspeed.journal import Journal
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.planner.count.balanced_routing import (
     Balance,
     assumed_routing,
@@ -37,6 +38,7 @@ from mindspeed.planner.count.balanced_routing import (
 from mindspeed.planner.count.fake_world import fake_world
 from mindspeed.planner.count.loop import TrainerLoop, loop_of, readers_of
 from mindspeed.planner.count.planned_tensors import PlannedTensors
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.processes import no_collection
 from mindspeed.spmd import I, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
@@ -92,7 +94,7 @@ class ProvidedModel(TrainerLoop):
                 post_process=parallel_state.is_pipeline_last_stage(**where),
                 **given,
             )
-            chunks.append(chunk.to(args.params_dtype))
+            chunks.append(chunk.to(read(ModelConfig, args).params_dtype))
         return BuiltModel(chunks[0].config, chunks)  # type: ignore[arg-type]
 
 
@@ -114,16 +116,15 @@ def import_ahead(args: argparse.Namespace) -> None:
 
 def _routing(args: argparse.Namespace) -> list[torch.Tensor]:
     """What routers are given where tensors have no values, computed once."""
-    if not args.num_experts:
+    if not read(ModelConfig, args).num_experts:
         return []
-    return [logits_of(Balance.of(args), _tokens(args) * args.micro_batch_size)]
+    return [logits_of(Balance.of(args), _tokens(args) * Batch.of(args).micro)]
 
 
 def _tokens(args: argparse.Namespace) -> int:
     """Tokens of a sample that a rank has between the layers."""
     parallel = Parallel.of(args)
-    length = int(args.seq_length) // parallel.context
-    return length // parallel.tensor if args.sequence_parallel else length
+    return read(ModelConfig, args).seq_length // parallel.context // parallel.sequence
 
 
 class Unwritten(TorchDispatchMode):
@@ -156,7 +157,8 @@ def shortened(args: argparse.Namespace) -> argparse.Namespace:
     parallel = Parallel.of(args)
     shared = 2 * parallel.context * parallel.tensor
     length = -(-_SHORT // shared) * shared
-    if args.seq_length % shared == 0 and length < args.seq_length:
+    given = read(ModelConfig, args).seq_length
+    if given % shared == 0 and length < given:
         return changed(args, seq_length=length)
     return args
 
@@ -188,7 +190,7 @@ def check_stage(
             reason, _, _ = str(error).partition(" when instantiating ")
             raise ConfigError(f"the check builds the model, which it cannot: {reason}") from error
         rules.install(journal)
-        rules.check_shared_counts(journal, args.calculate_per_token_loss)
+        rules.check_shared_counts(journal, model.config.calculate_per_token_loss)
         mesh = mesh_of_job(_grid_of(model))
         try:
             with spmd_types.set_current_mesh(mesh.axes):
@@ -206,7 +208,7 @@ def build_model(args: argparse.Namespace) -> BuiltModel:
     loop = loop_of(args)
     if type(loop) is not TrainerLoop:
         return loop.build(args)
-    from mindspeed.lora.load import attach_by_flags
+    from mindspeed.lora.flags import attach_by_flags
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.model import build_modules, gpt_model
 
@@ -218,7 +220,8 @@ def build_model(args: argparse.Namespace) -> BuiltModel:
 
 def pairs_of(args: argparse.Namespace, model: BuiltModel) -> Any:
     """The forward step of a job that trains on pairs of answers; None for the next token."""
-    if type(loop_of(args)) is not TrainerLoop or args.objective == "next_token":
+    objective = read(PreferenceOptions, args).objective
+    if type(loop_of(args)) is not TrainerLoop or objective == "next_token":
         return None
     from mindspeed.training.model import gpt_model
     from mindspeed.training.preference import step_of
@@ -272,7 +275,7 @@ def _run(
     Raises:
         SpmdTypeError: at the first wrong use.
     """
-    hidden = mesh.types(V if args.sequence_parallel else I, V)
+    hidden = mesh.types(V if chunk.config.sequence_parallel else I, V)
     strict = typecheck(strict_mode="strict", local=True)
     if pairs is not None:
         _before(args, chunk, reader, mesh, pairs)
@@ -288,7 +291,7 @@ def _before(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh, pairs
     Raises:
         SpmdTypeError: a number of some ranks, or a reference that is trained.
     """
-    hidden = mesh.types(V if args.sequence_parallel else I, V)
+    hidden = mesh.types(V if chunk.config.sequence_parallel else I, V)
 
     def run_forward(step: Any, readers: Any, references: Any, count: int) -> list[Any]:
         [reference] = [one for one in references if _place_of(one) == _place_of(chunk)]
@@ -365,8 +368,8 @@ def _at(function: Any, error: SpmdTypeError) -> SpmdTypeError:
 
 
 def _received(args: argparse.Namespace, chunk: Any, types: dict[MeshAxis, Type]) -> torch.Tensor:
-    shape = (_tokens(args), args.micro_batch_size, args.hidden_size)
-    received = torch.randn(shape, dtype=args.params_dtype, requires_grad=True)
+    shape = (_tokens(args), Batch.of(args).micro, chunk.config.hidden_size)
+    received = torch.randn(shape, dtype=chunk.config.params_dtype, requires_grad=True)
     return give(received, types)
 
 

@@ -41,7 +41,8 @@ class Predictor:
 def job(**values):
     flags = {name for one in options("memory").values() for name in one.flags}
     base = dict.fromkeys(flags, False) | {
-        "num_experts": None, "recompute_granularity": None, "use_distributed_optimizer": True,
+        "num_experts": None, "recompute_granularity": None, "recompute_method": None,
+        "recompute_num_layers": None, "use_distributed_optimizer": True,
         "overlap_grad_reduce": False, "overlap_param_gather": False,
     }  # fmt: skip
     return Namespace(**(base | values))

@@ -81,7 +81,7 @@ def test_runs_of_the_same_kind_count_most() -> None:
     ],
 )
 def test_the_kind_of_a_job(values: dict[str, object], kind: JobKind) -> None:
-    assert job_kind(Namespace(**values)) == kind
+    assert job_kind(Namespace(bf16=True, **values)) == kind
 
 
 def test_percentiles_and_text() -> None:

@@ -47,9 +47,11 @@ import argparse
 from dataclasses import dataclass, replace
 from math import ceil, comb, log2
 
+from mindspeed.flags import read
 from mindspeed.instruments.clock import Call, VirtualClock
 from mindspeed.instruments.ledger import Communication
-from mindspeed.job import Parallel, Precision
+from mindspeed.job import MixtureOfExperts, Parallel, Precision
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.planner.cluster import Cluster, MeasuredProduct
 from mindspeed.planner.cluster.operations import ATTENTION, Kernels, Operation, Product
 from mindspeed.planner.expert_loads import loads_of
@@ -118,15 +120,14 @@ class Program:
 
 def program_of(args: argparse.Namespace) -> Program:
     """The program of a job, from its final values."""
-    number = args.num_experts or 0
-    parallel = Parallel.of(args)
-    sizes = {args.padded_vocab_size // parallel.tensor, number} - {0}
-    flexible = number and args.moe_token_dispatcher_type == "flex"
+    moe, parallel = MixtureOfExperts.of(args), Parallel.of(args)
+    vocab = read(ModelConfig, args).padded_vocab_size
+    flexible = moe.count > 0 and moe.dispatcher == "flex"
     return Program(
         Precision.of(args).name,
         job_kind(args).precision,
-        frozenset(sizes),
-        Experts(number, args.moe_router_topk) if flexible else None,
+        frozenset({vocab // parallel.tensor, moe.count} - {0}),
+        Experts(moe.count, moe.topk) if flexible else None,
         waits=not flexible,
         imbalance=loads_of(args).imbalance(parallel.expert),
     )

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from mindspeed.errors import ConfigError
-from mindspeed.job import Parallel
+from mindspeed.job import MixtureOfExperts, Parallel
 from mindspeed.journal import Journal
 from mindspeed.planner.count.fake_world import fake_world
 from mindspeed.planner.count.known_values import KnownValues, assume, share_bytes
@@ -67,13 +67,13 @@ class Balance:
         Raises:
             ConfigError: the imbalance is not possible.
         """
-        experts, ranks = args.num_experts, Parallel.of(args).expert
-        groups, topk = args.moe_router_num_groups or 1, args.moe_router_topk
-        found = cls(experts, topk, ranks, imbalance, groups, args.moe_router_group_topk or 1)
+        moe, ranks = MixtureOfExperts.of(args), Parallel.of(args).expert
+        found = cls(moe.count, moe.topk, ranks, imbalance, moe.groups, moe.group_topk)
         if not 1 <= imbalance <= found.most:
             raise ConfigError(
-                f"an imbalance of {imbalance:g} is not possible: with {experts} experts on {ranks} "
-                f"ranks, {topk} to a token, in {groups} groups it is from 1 to {found.most:g}"
+                f"an imbalance of {imbalance:g} is not possible: with {moe.count} experts on "
+                f"{ranks} ranks, {moe.topk} to a token, in {moe.groups} groups it is from 1 to "
+                f"{found.most:g}"
             )
         return found
 
@@ -172,7 +172,7 @@ def logits_of(balance: Balance, tokens: int) -> torch.Tensor:
 @contextlib.contextmanager
 def balanced_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterator[None]:
     """Make the routers of this process choose by the rule inside the block."""
-    if not args.num_experts:
+    if not MixtureOfExperts.of(args).count:
         yield
         return
     journal = Journal()
@@ -186,7 +186,7 @@ def balanced_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterat
 @contextlib.contextmanager
 def assumed_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterator[None]:
     """Give values to FakeTensors that the routing determines, inside the block."""
-    if not args.num_experts:
+    if not MixtureOfExperts.of(args).count:
         yield
         return
     with balanced_routing(args, imbalance), KnownValues():

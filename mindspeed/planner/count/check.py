@@ -20,8 +20,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from mindspeed.adaptor.repairs.experts.memory_estimate import has_unknown_experts
+from mindspeed.flags import read
 from mindspeed.instruments.ledger import Communication
-from mindspeed.job import Batch, Parallel, Sharding
+from mindspeed.job import (
+    Batch,
+    MixtureOfExperts,
+    OptimizerStates,
+    Parallel,
+    Recomputation,
+    Sharding,
+)
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.planner import isolated
 from mindspeed.planner.count.counted_step import CountedStep, count_step
 from mindspeed.profiling.model_flops import (
@@ -142,14 +151,14 @@ def check(
 
 def counted_rank(args: argparse.Namespace) -> str:
     """Note on the counted rank of a stage, if its optimizer states differ from other ranks'."""
-    parallel = Parallel.of(args)
+    parallel, states = Parallel.of(args), OptimizerStates.of(args)
     replicas = parallel.data * parallel.context
-    if max(replicas, parallel.expert_data if args.num_experts else 1) == 1:
+    if max(replicas, parallel.expert_data if MixtureOfExperts.of(args).count else 1) == 1:
         return ""
-    quantized = args.quant_states or torch.uint8 in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
-    if args.optimizer == "dist_muon":
+    quantized = states.quantized or torch.uint8 in states.moments
+    if states.name == "dist_muon":
         why = "--optimizer dist_muon gives whole parameters to ranks"
-    elif quantized and args.quant_states_exempt and Sharding.of(args).distributed_optimizer:
+    elif quantized and states.exempt and Sharding.of(args).distributed_optimizer:
         why = "parameters that --quant-states-exempt leaves in fp32 are on some ranks only"
     else:
         return ""
@@ -222,19 +231,19 @@ def megatron_formula(args: argparse.Namespace, micro_batches: int) -> float | No
     does not apply to experts that are sharded differently from dense layers. Source:
     ``megatron/training/theoretical_memory_usage.py``; Korthikanti et al., arXiv:2205.05198.
     """
-    if args.multi_latent_attention or has_unknown_experts(vars(args)):
+    if read(ModelConfig, args).multi_latent_attention or has_unknown_experts(vars(args)):
         return None
     shape = replace(model_shape(args), output_gate=False)
     return _weights_and_optimizer(args, shape) + _activations(args, shape, micro_batches)
 
 
 def _weights_and_optimizer(args: argparse.Namespace, shape: ModelShape) -> float:
-    pattern, hidden = moe_pattern(vars(args)), shape.hidden_size
+    model, pattern, hidden = read(ModelConfig, args), moe_pattern(vars(args)), shape.hidden_size
     sparse, last = sum(pattern), pattern[-1] if pattern else 0
-    norm = hidden * (1 if args.normalization == "RMSNorm" else 2)
+    norm = hidden * (1 if model.normalization == "RMSNorm" else 2)
     widths = {
         0: shape.ffn_hidden_size,
-        1: shape.moe_ffn_hidden_size * (args.num_experts or 1) + shape.shared_expert_size,
+        1: shape.moe_ffn_hidden_size * (model.num_experts or 1) + shape.shared_expert_size,
     }
     attention = attention_products(shape).weights
     layer = {
@@ -243,7 +252,7 @@ def _weights_and_optimizer(args: argparse.Namespace, shape: ModelShape) -> float
     block = layer[0] * (len(pattern) - sparse) + layer[1] * sparse + norm
     edge = hidden * shape.vocab_size
     parallel = Parallel.of(args)
-    untied_here = args.untie_embeddings_and_output_weights and parallel.pipeline == 1
+    untied_here = model.untie_embeddings_and_output_weights and parallel.pipeline == 1
     fullest = block / parallel.pipeline + edge * (2 if untied_here else 1)
     fullest += shape.mtp_layers * layer[last]
     each = 6 + 12 / parallel.data if Sharding.of(args).distributed_optimizer else 18
@@ -253,9 +262,9 @@ def _weights_and_optimizer(args: argparse.Namespace, shape: ModelShape) -> float
 def _activations(args: argparse.Namespace, shape: ModelShape, micro_batches: int) -> float:
     parallel, hidden = Parallel.of(args), shape.hidden_size
     tokens, tp, stages = shape.seq_length * Batch.of(args).micro, parallel.tensor, parallel.pipeline
-    parted = args.sequence_parallel and args.recompute_granularity == "selective"
+    parted = parallel.sequence > 1 and Recomputation.of(args).granularity == "selective"
     layer = 18 * hidden + 4 * shape.ffn_hidden_size if parted else hidden * (10 + 24 / tp)
-    kept = layer * args.num_layers + (8 + hidden) * stages
+    kept = layer * read(ModelConfig, args).num_layers + (8 + hidden) * stages
     if parallel.chunks is not None:
         kept *= 1 + (stages - 1) / (stages * parallel.chunks)
     elif stages > 1:

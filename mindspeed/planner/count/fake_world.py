@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.errors import ConfigError
 from mindspeed.flags import changed
-from mindspeed.job import Parallel, Sharding
+from mindspeed.job import MixtureOfExperts, Parallel, Sharding
 from mindspeed.journal import Journal
 
 
@@ -77,7 +77,7 @@ def _refuse(args: argparse.Namespace) -> None:
     for name, (flag, reason) in _REFUSED.items():
         if getattr(args, name, False):
             raise ConfigError(f"{flag} cannot be planned: {reason}")
-    if Sharding.of(args).fsdp and args.num_experts:
+    if Sharding.of(args).fsdp and MixtureOfExperts.of(args).count:
         raise ConfigError(
             "--zero-stage 2 and 3 (--use-megatron-fsdp) cannot be planned with --num-experts: "
             "take --zero-stage 1"

@@ -18,7 +18,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -32,10 +32,11 @@ from mindspeed.attention.packed_batch import (
 )
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
-from mindspeed.flags import changed
+from mindspeed.flags import changed, read
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Batch, Parallel
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.te.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -47,18 +48,38 @@ DOCUMENTS = 4
 MicroBatch = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Flags of the samples of a micro-batch."""
+
+    seq_length: int
+    micro_batch_size: int = 1
+    context_parallel_size: int = 1
+    fix_sub_seq_length: int = -1
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
+    pack_sequences: bool = False
+    variable_seq_lengths: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample on a rank."""
+        return self.seq_length // self.context_parallel_size
+
+
 def readers_of(args: argparse.Namespace, config: Any) -> list[InventedBatches | None]:
     """Build a reader for each chunk of this rank; None where a chunk needs no data."""
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
     from mindspeed.adaptor.versions.trainer import predicts_tokens
 
     seams = session.install().seams
-    everywhere = args.variable_seq_lengths or bool(seams.documents.functions)
-    invented = InventedBatches if args.objective == "next_token" else InventedPairs
+    everywhere = read(_Samples, args).variable_seq_lengths or bool(seams.documents.functions)
+    pairs = read(PreferenceOptions, args).objective != "next_token"
+    invented = InventedPairs if pairs else InventedBatches
     readers: list[InventedBatches | None] = []
     for vp_stage in Parallel.of(args).vp_stages:
         ends = pipeline_ends(seams, vp_stage)
-        if args.mtp_num_layers and predicts_tokens(config, vp_stage):
+        if config.mtp_num_layers and predicts_tokens(config, vp_stage):
             ends = True, True
         needed = any(ends) or everywhere
         readers.append(invented(args, *ends) if needed else None)
@@ -80,12 +101,13 @@ class InventedBatches(Iterator[MicroBatch]):
 
     def __init__(self, args: argparse.Namespace, pre_process: bool, post_process: bool) -> None:
         self._args, self._pre_process, self.post_process = args, pre_process, post_process
+        self._samples = read(_Samples, args)
         self.micro_batch_sizes = sizes_of_arguments(vars(args))
-        self._sizes = itertools.cycle(self.micro_batch_sizes or (args.micro_batch_size,))
+        self._sizes = itertools.cycle(self.micro_batch_sizes or (self._samples.micro_batch_size,))
 
     def lengths_ahead(self, count: int) -> list[int]:
         """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
-        return [self._args.seq_length] * count
+        return [self._samples.seq_length] * count
 
     def __next__(self) -> MicroBatch:
         return self._batch(next(self._sizes))
@@ -106,17 +128,16 @@ class InventedBatches(Iterator[MicroBatch]):
         """Positions of this rank's tokens, int64 ``[b, s / cp]``, and packing parameters."""
         from mindspeed.adaptor.micro_batch import shard_batch
 
-        args = self._args
+        of = self._samples
         if not session.install().seams.documents.functions:
-            length = args.seq_length // args.context_parallel_size
             where = device.current().torch_device()
-            return torch.arange(length, device=where).repeat(samples, 1), {}
+            return torch.arange(of.length, device=where).repeat(samples, 1), {}
         part, packed_seq_params = shard_batch(
             {},
-            documents_of(args, samples),
+            documents_of(self._args, samples),
             samples,
-            reset_mask=args.reset_attention_mask or args.pack_sequences,
-            reset_positions=args.reset_position_ids or args.pack_sequences,
+            reset_mask=of.reset_attention_mask or of.pack_sequences,
+            reset_positions=of.reset_position_ids or of.pack_sequences,
         )
         positions = part["position_ids"].clone()  # on the device, where it counts
         assert packed_seq_params.packed is not None
@@ -153,13 +174,13 @@ class InventedPairs(InventedBatches):
     def on_this_rank(self, whole: FullBatch) -> MicroBatch:
         """This rank's part of a micro-batch."""
         batch = self._batch(whole.samples)
-        length = self._args.seq_length // self._args.context_parallel_size
+        length = self._samples.length
         return batch | {name: x[:, :length] for name, x in whole.tensors.items() if x is not None}
 
     def _whole(self, samples: int) -> FullBatch:
         from mindspeed.adaptor.micro_batch import FullBatch
 
-        length = self._args.seq_length
+        length = self._samples.seq_length
         shape, where = (samples, length), device.current().torch_device()
         tensors: dict[str, torch.Tensor | None] = {}
         if self._pre_process:
@@ -176,7 +197,8 @@ class InventedPairs(InventedBatches):
 
 def documents_of(args: argparse.Namespace, samples: int) -> CuSeqlens:
     """The assumed documents in the concatenated samples of a micro-batch."""
-    size, given = args.seq_length, args.fix_sub_seq_length
+    of = read(_Samples, args)
+    size, given = of.seq_length, of.fix_sub_seq_length
     if not resets(vars(args)):
         return cu_seqlens_of_samples(samples, size)
     return cu_seqlens_of_length(samples, size, given if given > 0 else -(-size // DOCUMENTS))
@@ -254,8 +276,9 @@ class StepOfRank:
     ) -> None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+        args = args if micro_batches is None else _with_micro_batches(args, micro_batches)
         self._args, self._memory = args, memory
-        self._batch_of(micro_batches)
+        _count_batches(args)
         self.micro_batches = int(get_num_microbatches())
         memory.kind = "weights"
         loop = loop_of(args)
@@ -277,22 +300,9 @@ class StepOfRank:
 
     def run_shortest(self, micro_batches: int = 1) -> None:
         """Run one step of so many micro-batches; later steps are as long as before."""
-        self._batch_of(micro_batches)
+        _count_batches(_with_micro_batches(self._args, micro_batches))
         self.run()
-        self._batch_of(self.micro_batches)
-
-    def _batch_of(self, micro_batches: int | None) -> None:
-        """Set the number of micro-batches of a step; None: that of the job."""
-        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
-
-        from mindspeed.training.pretrain import count_batches
-
-        args = self._args
-        if micro_batches is not None:
-            args.global_batch_size = Batch.of(args).samples_of(micro_batches)
-            args.rampup_batch_size = None
-        unset_num_microbatches_calculator()
-        count_batches(args)
+        _count_batches(_with_micro_batches(self._args, self.micro_batches))
 
     def _temporary_inside(self, holder: Any, name: str) -> None:
         """Count storages that a function allocates as temporary, unless they are claimed."""
@@ -308,3 +318,19 @@ class StepOfRank:
                 self._memory.kind = before
 
         setattr(holder, name, inside)
+
+
+def _with_micro_batches(args: argparse.Namespace, count: int) -> argparse.Namespace:
+    """The job with steps of so many micro-batches on each rank."""
+    samples = Batch.of(args).samples_of(count)
+    return changed(args, global_batch_size=samples, rampup_batch_size=None)
+
+
+def _count_batches(args: argparse.Namespace) -> None:
+    """Set the micro-batches of Megatron's steps."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+    from mindspeed.training.pretrain import count_batches
+
+    unset_num_microbatches_calculator()
+    count_batches(args)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed.features.registry import options
-from mindspeed.job import Sharding
+from mindspeed.job import MixtureOfExperts, Recomputation, Sharding
 from mindspeed.planner.layout import Layout, Recompute
 
 _SIZES = {
@@ -91,7 +91,7 @@ def _sizes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
         size = getattr(layout, name)
         for other in (2 * size, size // 2):
             started = size > 1 or name in ("tp", "pp", "mbs", "cp")
-            if other < 1 or not started or (name == "ep" and not args.num_experts):
+            if other < 1 or not started or (name == "ep" and not MixtureOfExperts.of(args).count):
                 continue
             if name == "vpp" and (layout.pp == 1 or layout.schedule is not None):
                 continue
@@ -101,7 +101,7 @@ def _sizes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
 
 
 def _memory(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
-    now = args.recompute_granularity
+    now = Recomputation.of(args).granularity
     kinds = {
         "nothing is computed again": (None, Recompute(), SPEED),
         "attention is computed again": (

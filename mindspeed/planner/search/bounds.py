@@ -18,16 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from mindspeed.features.registry import options
-from mindspeed.flags import changed
-from mindspeed.job import Precision, Sharding
+from mindspeed.flags import changed, read
+from mindspeed.job import OptimizerStates, Precision, Sharding
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.optimizer.rules import chosen
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import Layout, memory_flags
-from mindspeed.planner.shape import DENSE, EXPERT
+from mindspeed.planner.shape import DENSE, EXPERT, FeatureFlags
 from mindspeed.profiling.model_flops import attention_products, mlp_weights
+from mindspeed.training.options import DataOptions, LoraOptions
 from mindspeed.training.token_counts import model_shape
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class Bounds:
     """
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
-        model = model_shape(args)
+        model, given = model_shape(args), read(ModelConfig, args)
         sparse = sum(model.moe_layers)
         dense = len(model.moe_layers) - sparse
         self._layers, self._sparse = dense + sparse, sparse / max(1, dense + sparse)
-        self._equal = not (dense and sparse) and dense + sparse == args.num_layers
+        self._equal = not (dense and sparse) and dense + sparse == given.num_layers
         precision = Precision.of(args)
         self._hidden = model.hidden_size * precision.element
         attention = attention_products(model)
@@ -68,9 +68,9 @@ class Bounds:
         count = max(1, dense + sparse)
         each = attention.weights
         self._dense = (dense * (each + plain) + sparse * (each + shared)) / count
-        self._expert = sparse * (args.num_experts or 0) * expert / count
+        self._expert = sparse * (given.num_experts or 0) * expert / count
         self._edge = model.vocab_size * model.hidden_size
-        self._tied = not args.untie_embeddings_and_output_weights
+        self._tied = not given.untie_embeddings_and_output_weights
 
         seen = model.seq_length / 2 if self._is_causal(args) else 0.0
         active = sparse * model.moe_topk * expert / count
@@ -80,16 +80,17 @@ class Bounds:
         self._tokens = model.seq_length
         device = cluster.device
         self._device, self._rates = device, dict[str | None, float]()
-        self._repeats_all = not args.optimize_recomp_communication_level
+        self._repeats_all = not read(FeatureFlags, args).optimize_recomp_communication_level
 
         self._cluster, self._known = cluster, dict[tuple[str, float, int, int], float]()
         sharding = Sharding.of(args)
         self._waits_for_gradients = not sharding.overlap_gradients
         self._waits_for_parameters = not sharding.overlap_parameters
 
-        self._trained = not args.lora_target_modules
-        self._base: float = 1 if args.fp8 else precision.element
-        if base := getattr(args, "base_weights", None):
+        adapters = read(LoraOptions, args)
+        self._trained = not adapters.lora_target_modules
+        self._base: float = 1 if precision.products == "fp8" else precision.element
+        if base := adapters.base_weights:
             self._base = 0.5 if base == "nf4" else 1
         self._gradient = precision.element
         self._args, self._states = args, dict[tuple[str, ...] | None, tuple[float, int]]()
@@ -109,9 +110,10 @@ class Bounds:
     @staticmethod
     def _is_causal(args: argparse.Namespace) -> bool:
         """Whether every query sees half of the keys on average; other masks are not bounded."""
-        windowed = args.window_size is not None or args.multi_latent_attention
-        other_mask = getattr(args, "attention_mask_type", None) not in (None, "causal")
-        return not (windowed or other_mask or args.reset_attention_mask)
+        model = read(ModelConfig, args)
+        windowed = model.window_size is not None or model.multi_latent_attention
+        other_mask = read(FeatureFlags, args).attention_mask_type not in (None, "causal")
+        return not (windowed or other_mask or read(DataOptions, args).reset_attention_mask)
 
     def of(self, layout: Layout, runs: Runs | None = None) -> Bound:
         """Bound a layout.
@@ -184,9 +186,9 @@ class Bounds:
         """Bytes of the states of a parameter, and of a gradient that is reduced."""
         if memory not in self._states:
             args = changed(self._args, **({} if memory is None else memory_flags(memory)))
-            offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
-            state = 0.0 if offloaded else _state_bytes(args, self._gradient)
-            self._states[memory] = state, 4 if args.accumulate_allreduce_grads_in_fp32 else 2
+            states, rule = OptimizerStates.of(args), chosen(vars(args))
+            nbytes = 0.0 if states.offloaded else _state_bytes(states, rule, self._gradient)
+            self._states[memory] = nbytes, states.gradient
         return self._states[memory]
 
     def _activations(self, layout: Layout, rank: int, runs: Runs) -> float:
@@ -294,17 +296,12 @@ def _in_flight(layout: Layout, rank: int) -> list[int]:
     return found
 
 
-def _state_bytes(args: argparse.Namespace, element: int) -> float:
+def _state_bytes(states: OptimizerStates, rule: str, element: int) -> float:
     """Lower bound on the bytes of optimizer states of one parameter of ``element`` bytes."""
-    name = chosen(vars(args))
-    moments = [args.exp_avg_dtype, args.exp_avg_sq_dtype]
-    if args.quant_states or name == "cadam":
-        moments = [torch.uint8] * 2  # without their scales
-    elif name not in ("adam", "fused_adam"):
+    moments = [dtype.itemsize for dtype in states.moments]
+    if states.quantized or rule == "cadam":
+        moments = [1, 1]  # without their scales
+    elif rule not in ("adam", "fused_adam"):
         moments = moments[:1]
-    shared = args.reuse_fp32_param or (
-        args.use_precision_aware_optimizer and args.store_param_remainders and args.bf16
-    )
-    narrow = shared or args.main_params_dtype == torch.float16
-    master = (2.0 if narrow else 4.0) if element < 4 else 0.0
-    return master + sum(dtype.itemsize for dtype in moments)
+    master = (2.0 if states.half_master else 4.0) if element < 4 else 0.0
+    return master + sum(moments)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from mindspeed.flags import read
 from mindspeed.instruments.clock import Link
 from mindspeed.job import Precision
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.moe.comparison import ENTRIES, Job, Priced, compare, rates_of
 from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.sizes import Sizes
@@ -35,7 +37,7 @@ class ExpertPrograms:
     """
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
-        self._args, self._precision = args, Precision.of(args)
+        self._model, self._precision = read(ModelConfig, args), Precision.of(args)
         self._products = attention_products(model_shape(args))
         device, levels = cluster.device, cluster.levels
         self._node = levels[0].size
@@ -59,7 +61,7 @@ class ExpertPrograms:
         return self._known[sizes, layout.tp].get(layout.expert_program)
 
     def _reasons(self, sizes: Sizes, tp: int) -> dict[str, str]:
-        length, tokens = self._args.seq_length, 2.0 * sizes.tokens
+        length, tokens = self._model.seq_length, 2.0 * sizes.tokens
         found = self._products
         attention = Attention(
             tokens * found.inputs, tokens * found.per_key * length / 2, tokens * found.output
@@ -69,18 +71,18 @@ class ExpertPrograms:
         return none | {name: WORSE for name in dominated(priced)}
 
     def _sizes(self, layout: Layout) -> Sizes:
-        args = self._args
+        model = self._model
         return Sizes(
-            tokens=layout.mbs * args.seq_length // (layout.tp * layout.cp),
-            hidden=args.hidden_size,
-            experts=args.num_experts,
-            topk=args.moe_router_topk,
-            ffn=args.moe_ffn_hidden_size,
+            tokens=layout.mbs * model.seq_length // (layout.tp * layout.cp),
+            hidden=model.hidden_size,
+            experts=model.num_experts or 0,
+            topk=model.moe_router_topk,
+            ffn=model.moe_ffn_hidden_size or model.ffn_hidden_size,
             ep=layout.ep,
             etp=layout.expert_tp,
             itemsize=self._precision.element,
-            shared=args.moe_shared_expert_intermediate_size or 0,
-            gated=bool(args.swiglu),
+            shared=model.moe_shared_expert_intermediate_size or 0,
+            gated=model.swiglu,
             node=self._node,
         )
 

@@ -21,8 +21,12 @@ from itertools import combinations
 from typing import Any
 
 from mindspeed.features.registry import options
+from mindspeed.flags import read
+from mindspeed.job import Batch
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES
 from mindspeed.planner.layout import OPTIMIZERS, Layout, Recompute, expert_programs
+from mindspeed.planner.shape import FeatureFlags
 
 Split = str | tuple[int, ...]
 Point = Mapping[str, Any]
@@ -53,16 +57,17 @@ class Sizes:
     @classmethod
     def of(cls, args: argparse.Namespace, devices: int) -> Sizes:
         """Read the sizes of a job, on ``devices`` ranks, from its final values in any layout."""
-        heads = args.num_attention_heads
+        model = read(ModelConfig, args)
+        heads = model.num_attention_heads
         return cls(
             devices,
-            args.global_batch_size,
-            args.num_layers,
+            Batch.of(args).whole,
+            model.num_layers,
             heads,
-            args.num_query_groups if args.group_query_attention else heads,
-            args.seq_length,
-            args.num_experts or 0,
-            not args.unaligned_linear,
+            model.num_query_groups if model.group_query_attention else heads,
+            model.seq_length,
+            model.num_experts or 0,
+            not read(FeatureFlags, args).unaligned_linear,
             tuple(
                 name
                 for name, one in options("memory").items()

@@ -43,6 +43,7 @@ from mindspeed.planner.time.prediction import (
 )
 from mindspeed.planner.time.step_plan import EXCHANGE, DataParallel, StageCosts, step_plan
 from mindspeed.training.fake_job import rank_in_stage
+from mindspeed.training.pipeline_figures import overlaps_experts
 
 
 def enough_micro_batches(shape: Shape, rank: int) -> int:
@@ -188,7 +189,7 @@ def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batche
         elif not between_chunks(one):
             waits[group] += one.seconds / found.micro_batches  # type: ignore[assignment]
     end = found.gradient_seconds + found.optimizer_seconds
-    apart = args.overlap_moe_expert_parallel_comm
+    apart = overlaps_experts(args)
     return _Figures(
         tuple(
             _of_parts(found, chunk) if apart else _whole(seconds)
