@@ -18,19 +18,22 @@ from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint.architecture import take_architecture
 from mindspeed.checkpoint.find import model_path, saved_args
 from mindspeed.checkpoint.load import load
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import PlainTokenizer, TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.flags import changed
+from mindspeed.flags import changed, read
 from mindspeed.json_fields import Either, ListOf, Real, Whole, check, or_null, read_object
 from mindspeed.lora.flags import unquantizable
 from mindspeed.lora.load import config_of
 from mindspeed.models.hf_load import folder_of, is_hf
+from mindspeed.models.model_config import ModelConfig
 from mindspeed.storage import directory
 from mindspeed.training import setup
 from mindspeed.training.arguments import parse
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.model import ModelProvider, build_modules, gpt_model
+from mindspeed.training.options import LoraOptions
 from mindspeed.training.resolve import resolve
 
 # Sampling options that the authors of a model recommend.
@@ -101,15 +104,17 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
     argv += ["--ckpt-step", str(source.step)] if source.step is not None else []
     args = parse(argv)
     take_architecture(args, saved)
-    for name in ("bf16", "fp16", "transformer_impl", "padded_vocab_size"):
-        if hasattr(saved, name):
-            setattr(args, name, getattr(saved, name))
+    kept = vars(saved).keys() & {"bf16", "fp16", "transformer_impl", "padded_vocab_size"}
+    args = changed(args, **{name: getattr(saved, name) for name in kept})
     if source.tokenizer is not None:
-        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", source.tokenizer
+        kind = "HuggingFaceTokenizer"
+        args = changed(args, tokenizer_type=kind, tokenizer_model=source.tokenizer)
+    model = read(ModelConfig, args)
+    vocab: int | None = model.padded_vocab_size
     if is_hf(source.root):  # the vocabulary is padded while the files are read
-        multiple = args.make_vocab_size_divisible_by * source.tp
-        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    vocab = args.padded_vocab_size
+        multiple = model.make_vocab_size_divisible_by * source.tp
+        vocab = -(-model.vocab_size // multiple) * multiple
+        args = changed(args, padded_vocab_size=vocab)
     if vocab is not None and vocab % source.tp:
         raise ConfigError(
             f"the checkpoint's vocabulary of {vocab} entries is not divisible by "
@@ -124,7 +129,7 @@ def _with_base(args: argparse.Namespace, source: Source) -> argparse.Namespace:
     Raises:
         ConfigError: They cannot be stored in this way.
     """
-    form, hint, doubled = source.base_weights, "", args.double_quantization
+    form, hint, doubled = source.base_weights, "", read(LoraOptions, args).double_quantization
     described = config_of(source.lora) if source.lora is not None else None
     if described is not None and described.base_weights:
         doubled = described.double_quantization
@@ -143,10 +148,11 @@ def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_mo
     args = resolve_source(source, world_size)
     session.install().configure(args)
     setup.initialize(args)
-    if is_hf(source.root) and args.tokenizer_type == "NullTokenizer":  # the directory has none
-        tokenizer = without_text(args.vocab_size)
+    options = TokenizerOptions.from_args(args)
+    if is_hf(source.root) and options.tokenizer_type == "NullTokenizer":  # the directory has none
+        tokenizer = without_text(read(ModelConfig, args).vocab_size)
     else:
-        tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+        tokenizer = build_tokenizer(options)
     return build_and_load(args, tokenizer, provider, source.lora)
 
 
@@ -164,17 +170,20 @@ def build_and_load(
         provider: Builds one pipeline stage.
         adapter: Directory of a LoRA adapter to attach.
     """
-    masked = args.mask_padded_vocab and args.vocab_size
-    check_fits(tokenizer, args.vocab_size if masked else args.padded_vocab_size)
+    sizes, options = read(ModelConfig, args), TokenizerOptions.from_args(args)
+    masked = sizes.mask_padded_vocab and sizes.vocab_size
+    check_fits(tokenizer, sizes.vocab_size if masked else sizes.padded_vocab_size)
     config = transformer_config(args)
     model = BuiltModel(config, build_modules(args, config, provider))
-    if args.load is not None:
+    files = read(CheckpointOptions, args)
+    if files.load is not None:
         load(args, model)
     if adapter is not None:
         lora.load(model.modules, adapter)
-    special = getattr(args, "tokenizer_hf_include_special_tokens", False)
-    start = _start(tokenizer) if special or _from_hugging_face(args) else ()
-    ends = frozenset(_end_tokens(tokenizer, args))
+    special = options.include_special_tokens or _from_hugging_face(files)
+    start = _start(tokenizer) if special else ()
+    folder = folder_of(files.load) if files.load and is_hf(files.load) else options.tokenizer_model
+    ends = frozenset(_end_tokens(tokenizer, folder, sizes.vocab_size))
     return LoadedModel(model.modules[0].eval(), tokenizer, args, ends, start)
 
 
@@ -188,21 +197,20 @@ def _start(tokenizer: TextTokenizer) -> tuple[int, ...]:
     return tuple(whole[:at])
 
 
-def _from_hugging_face(args: argparse.Namespace) -> bool:
+def _from_hugging_face(files: CheckpointOptions) -> bool:
     """Such models expect the tokens that their tokenizer adds; ours see preprocessed data."""
-    if args.load is None or is_hf(args.load):
-        return args.load is not None
-    return model_path(args.load, args.ckpt_step).name == directory.RELEASE
+    if files.load is None or is_hf(files.load):
+        return files.load is not None
+    return model_path(files.load, files.ckpt_step).name == directory.RELEASE
 
 
-def _end_tokens(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[int]:
+def _end_tokens(tokenizer: TextTokenizer, folder: str | None, vocab: int | None) -> Iterator[int]:
     """The tokenizer's end of text, and the end tokens that the model's configuration lists.
 
     As in transformers, ``config.json`` is read if there is no ``generation_config.json``.
     """
     if tokenizer.eod >= 0:
         yield tokenizer.eod
-    folder = folder_of(args.load) if is_hf(args.load) else getattr(args, "tokenizer_model", None)
     for name in ("generation_config.json", "config.json"):
         path = Path(folder or "") / name
         if folder is None or not path.is_file():
@@ -211,7 +219,7 @@ def _end_tokens(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[
         check(values, _END_FIELDS, str(path), DataError)
         found = values.get("eos_token_id")
         listed = found if isinstance(found, list) else [] if found is None else [found]
-        limit = args.vocab_size or tokenizer.vocab_size
+        limit = vocab or tokenizer.vocab_size
         yield from (token for token in listed if token < limit)
         return
 

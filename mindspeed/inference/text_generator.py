@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed.data.tokenizer_types import TextTokenizer, token_bytes
+from mindspeed.flags import read
 from mindspeed.inference.beam_search import Hypothesis, beam_search
 from mindspeed.inference.generate import TokenScores, check_prompts, decode_steps
 from mindspeed.inference.grammar import Grammars, Matcher
@@ -26,6 +27,7 @@ from mindspeed.inference.load import LoadedModel
 from mindspeed.inference.parallel_groups import ModelParallelGroups
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_stream import TextStream, truncate_at_stop
+from mindspeed.models.model_config import ModelConfig
 
 Prompt = str | Sequence[int]
 
@@ -97,7 +99,7 @@ class TextGenerator:
     def of(cls, loaded: LoadedModel) -> TextGenerator:
         """A generator of a model of :func:`mindspeed.inference.load.load_model`."""
         groups = ModelParallelGroups.of_megatron()
-        vocab_size = getattr(loaded.args, "vocab_size", None)
+        vocab_size = read(ModelConfig, loaded.args).vocab_size
         return cls(loaded.stage, loaded.tokenizer, groups, loaded.eos, loaded.start, vocab_size)
 
     def matcher(self, options: SamplingOptions) -> Matcher | None:
