@@ -7,8 +7,9 @@
 
 A neighbour is a module of the same folder; a module that only one neighbour imports is often half
 an idea. A circle is a set of modules that import each other, imports inside functions and for type
-checkers included. Flags are attributes of a namespace called ``args``; those of commands (``cli/``)
-are their own. Who translates such a namespace is an edge (:data:`EDGES`), all others take values.
+checkers included. Flags are attributes of a namespace called ``args``, those that ``getattr`` names
+too; commands (``cli/``) have their own. Modules that translate such a namespace are edges
+(:data:`EDGES`), all others take values.
 """
 
 from __future__ import annotations
@@ -28,23 +29,41 @@ ROOT = Path(__file__).resolve().parents[1]
 LONG = 50  # lines of a function
 Graph = dict[str, set[str]]  # module -> modules that it imports
 EDGES = {
+    "mindspeed/adaptor/arguments.py": "the arguments of Megatron's own script",
     "mindspeed/adaptor/packed_documents.py": "the arguments of Megatron's own script",
     "mindspeed/adaptor/repairs/scripts/flops.py": "the arguments of Megatron's own script",
     "mindspeed/adaptor/repairs/scripts/jit_warmup.py": "the arguments of Megatron's own script",
     "mindspeed/adaptor/script_job.py": "the arguments of Megatron's own script",
+    "mindspeed/checkpoint/architecture.py": "the record of a checkpoint",
+    "mindspeed/checkpoint/state.py": "the record of a checkpoint",
+    "mindspeed/checkpoint/weights/rank_files.py": "the record of a checkpoint",
+    "mindspeed/data/tokenizer_types.py": "the options of a tokenizer",
+    "mindspeed/guard/job.py": "the arguments of Megatron's own script",
+    "mindspeed/inference/gpt_model.py": "the arguments that a script's model provider reads",
     "mindspeed/job.py": "a job as dataclasses",
+    "mindspeed/lora/flags.py": "final values of adapters, and their description",
     "mindspeed/models/config_json.py": "a Hugging Face config.json is read as flags and written",
     "mindspeed/models/dense_families.py": "a Hugging Face config.json is read as flags and written",
+    "mindspeed/models/families.py": "a Hugging Face config.json is read as flags and written",
+    "mindspeed/models/family.py": "a Hugging Face config.json is read as flags and written",
     "mindspeed/models/moe_configs.py": "a Hugging Face config.json is read as flags and written",
     "mindspeed/models/shape.py": "the sizes of a model by short names",
+    "mindspeed/models/weight_source.py": "the record of a checkpoint",
     "mindspeed/planner/layout.py": "a layout is read from flags and written as flags",
+    "mindspeed/planner/scripts.py": "the arguments of Megatron's own script",
     "mindspeed/planner/shape.py": "the sizes of a job by the planner's names",
     "mindspeed/profiling/model_flops.py": "the sizes that determine FLOPs",
+    "mindspeed/session/original_features.py": "the arguments as features of the original read them",
     "mindspeed/session/session.py": "the class of the namespace, which shows other values",
     "mindspeed/training/configs.py": "Megatron's configurations",
+    "mindspeed/training/initialize.py": "final values of a command line",
+    "mindspeed/training/raw_data.py": "flags that follow from raw data, before they are resolved",
+    "mindspeed/training/recipe.py": "flags of recipes and other files",
     "mindspeed/training/resolve.py": "final values",
+    "mindspeed/training/resolve_data.py": "final values of the data",
     "mindspeed/training/resolve_parallel.py": "final values",
     "mindspeed/training/resolve_run.py": "final values",
+    "mindspeed/training/setup.py": "Megatron's process groups and generators",
     "mindspeed/training/zero.py": "final values: what --zero-stage stands for",
 }
 """Modules that read or write the namespace of flags, because they translate it -> what to."""
@@ -172,10 +191,24 @@ def flags_used(
     for path, tree in trees.items():
         nodes = [] if "/cli/" in path or (path in EDGES) != edges else ast.walk(tree)
         for node in nodes:
-            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, contexts):
-                continue
-            if ast.unparse(node.value).split(".")[-1].removeprefix("_") == "args":
-                yield f"{path}:{node.lineno} {node.attr}"
+            namespace, name, context = _attribute(node)
+            if isinstance(context, contexts) and _is_named_args(namespace):
+                yield f"{path}:{node.lineno} {name}"  # type: ignore[attr-defined]
+
+
+def _attribute(node: ast.AST) -> tuple[ast.expr | None, str, ast.expr_context | None]:
+    """Object, name and use of ``object.name``, or of ``getattr(object, "name")`` and the like."""
+    if isinstance(node, ast.Attribute):
+        return node.value, node.attr, node.ctx
+    if isinstance(node, ast.Call) and len(node.args) > 1:
+        called, name = ast.unparse(node.func), node.args[1]
+        if called in ("getattr", "hasattr", "setattr") and isinstance(name, ast.Constant):
+            return node.args[0], name.value, ast.Store() if called == "setattr" else ast.Load()
+    return None, "", None
+
+
+def _is_named_args(node: ast.expr | None) -> bool:
+    return node is not None and ast.unparse(node).split(".")[-1].removeprefix("_") == "args"
 
 
 def structure(sources: Mapping[str, str]) -> Structure:
