@@ -57,7 +57,6 @@ EDGES = {
     "mindspeed/session/session.py": "the class of the namespace, which shows other values",
     "mindspeed/training/configs.py": "Megatron's configurations",
     "mindspeed/training/initialize.py": "final values of a command line",
-    "mindspeed/training/raw_data.py": "flags that follow from raw data, before they are resolved",
     "mindspeed/training/recipe.py": "flags of recipes and other files",
     "mindspeed/training/resolve.py": "final values",
     "mindspeed/training/resolve_data.py": "final values of the data",

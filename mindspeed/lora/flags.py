@@ -174,7 +174,7 @@ def attach_by_flags(chunks: Iterable[Any], args: argparse.Namespace) -> None:
 
 
 def config_by_flags(args: argparse.Namespace) -> LoraConfig | None:
-    """As :func:`adapters_of`; modules that are trained whole by Megatron's names."""
+    """The adapters of flags; modules that are trained whole by Megatron's names."""
     config = adapters_of(args)
     if config is None or not config.modules_to_save:
         return config

@@ -53,7 +53,7 @@ class WeightSource(ABC):
     @property
     def scheme(self) -> Scheme:
         """The layer specs whose names the parameters have."""
-        return self.args.transformer_impl  # type: ignore[no-any-return]
+        return self.args.transformer_impl
 
     @property
     def stacked(self) -> bool:

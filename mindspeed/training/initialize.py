@@ -67,7 +67,9 @@ def prepare(
         take_architecture(args, saved_args(args.load, args.ckpt_step), given)
     ranks = ranks or args.nproc or default_ranks(args)
     lora_flags.assume_targets(args, given)
-    derived = use_raw_data(args, given, ranks) if training else set()
+    derived = set[str]()
+    if training:
+        args, derived = use_raw_data(args, given, ranks, dry_run=args.dry_run)
     recipe = dump(args, parser, leave_out=derived)
     assumed = args.dry_run and assume_inputs(args)
     settings = resolve(args, ranks, recipe, training=training)

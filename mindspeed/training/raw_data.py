@@ -28,6 +28,7 @@ import numpy as np
 from megatron.core.datasets.utils import get_blend_from_list
 from rich.console import Console
 
+from mindspeed.checkpoint.options import CheckpointOptions
 from mindspeed.data import handlers, packing
 from mindspeed.data.hf_template import has_template
 from mindspeed.data.instruction_dataset import InstructionFiles
@@ -47,16 +48,17 @@ from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import HUGGINGFACE_TYPES, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
-from mindspeed.flags import read
+from mindspeed.flags import changed, read
 from mindspeed.models.hf_files import read_config
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.parsing import parse_object, read_json
+from mindspeed.preference.options import PreferenceOptions
 from mindspeed.processes import cores
 from mindspeed.storage.directory import tracked
 from mindspeed.training.data import rows_of_a_sample
 from mindspeed.training.fail_together import LAUNCHER
-from mindspeed.training.options import DataOptions
-from mindspeed.training.resolve_parallel import model_parallel_size
+from mindspeed.training.options import DataOptions, LoraOptions, ModelOptions, TrainingOptions
+from mindspeed.training.resolve_parallel import model_parallel_size, parts_of_a_sequence
 
 LONGEST = 4096
 """Tokens of a sample at most, where neither ``--seq-length`` nor the model says less."""
@@ -89,11 +91,20 @@ class TokenizedFile:
 
 
 class _Flags:
-    """Sets flags that the user has not set, and knows which."""
+    """Flags of a run, of which those that the user has not set can be assumed.
+
+    Attributes:
+        args: their values, a copy with those that were changed.
+        assumed: words of those that were.
+    """
 
     def __init__(self, args: argparse.Namespace, given: Collection[str]) -> None:
-        self._args, self._given = args, given
+        self.args, self._given = args, given
         self.assumed: list[str] = []
+
+    def change(self, **values: Any) -> None:
+        """Set values."""
+        self.args = changed(self.args, **values)
 
     def free(self, *names: str) -> bool:
         """Whether the user has set none of these."""
@@ -103,13 +114,15 @@ class _Flags:
         """Set values; each is left alone if the user has set it."""
         for name, value in values.items():
             if self.free(name):
-                setattr(self._args, name, value)
+                self.change(**{name: value})
                 shown = "" if value is True else f" {value}"
                 self.assumed.append(f"--{name.replace('_', '-')}{shown}")
 
 
-def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -> set[str]:
-    """Tokenize the files of ``--data`` and ``--eval-data``; set the flags that follow from them.
+def use_raw_data(
+    args: argparse.Namespace, given: Collection[str], ranks: int, *, dry_run: bool
+) -> tuple[argparse.Namespace, set[str]]:
+    """Tokenize the files of ``--data`` and ``--eval-data``, for the flags that follow from them.
 
     For conversations, unless they are given: ``--seq-length`` of the longest sample or of packed
     sequences, at most the model's and :data:`LONGEST`; ``--pack-sequences``; a global batch of
@@ -117,22 +130,25 @@ def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -
     dtype of the model's folder; recomputation; a directory to save to.
 
     Args:
-        args: parsed flags, completed in place.
+        args: parsed flags.
         given: names of the flags that the user has set.
         ranks: size of the job.
+        dry_run: nothing will be saved.
 
     Returns:
-        Names of flags that ``--data`` and ``--epochs`` stand for in a recipe of the run.
+        The flags, completed, and the names of those that ``--data`` and ``--epochs`` stand for in
+        a recipe of the run.
 
     Raises:
         ConfigError: a flag contradicts ``--data``, or is only for it.
         DataError: a file cannot be read, or has records of no known format.
     """
-    options, conversations = read(DataOptions, args), args.is_instruction_dataset
+    flags, options = _Flags(args, given), read(DataOptions, args)
+    conversations = options.is_instruction_dataset
     if not options.data:
         if wrong := [name for name in _ONLY_WITH_DATA if name in given]:
             raise ConfigError(f"{_words(wrong)}: only with --data")
-        return set()
+        return args, set()
     if wrong := [name for name in _OTHER_SOURCES if name in given]:
         raise ConfigError(f"give --data, or {_words(wrong)}")
     wrong = [name for name in _ONLY_CONVERSATIONS if name in given]
@@ -141,27 +157,30 @@ def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -
     console = Console(stderr=True, quiet="RANK" in os.environ and not _speaks())
     # Before the progress bar: a tokenizer that cannot be read is an error of its own.
     tokenizer = None if console.quiet else build_tokenizer(TokenizerOptions.from_args(args))
-    flags = _Flags(args, given)
     if conversations:
-        _assume_directory(args, flags, options.data[-1])
+        _assume_directory(flags, options.data[-1], dry_run)
         flags.assume(pack_sequences=not (options.variable_seq_lengths or options.length_grouped))
-    train = _tokenized(args, options.data, "--data", console)
-    held_out = _tokenized(args, options.eval_data or (), "--eval-data", console)
+    train = _tokenized(flags.args, options.data, "--data", console)
+    held_out = _tokenized(flags.args, options.eval_data or (), "--eval-data", console)
     if held_out:
-        args.train_data_path, args.valid_data_path = _blend(train), _blend(held_out)
+        flags.change(train_data_path=_blend(train), valid_data_path=_blend(held_out))
     else:
-        args.data_path = _blend(train)
+        flags.change(data_path=_blend(train))
         flags.assume(split="100,0,0")
     if conversations:
-        _follow_conversations(args, flags, train, held_out, ranks)
+        _follow_conversations(flags, train, held_out, ranks)
         if tokenizer is not None:
             files = InstructionFiles(train[0].prefix)
-            parts = () if args.objective == "next_token" else PARTS
+            parts = () if _objective(args) == "next_token" else PARTS
             shown = range(min(SHOWN * max(1, len(parts)), len(files)))
             print_samples([files[i] for i in shown], tokenizer, console, parts=parts)
     if flags.assumed:
         say(console, f"not given, so assumed: {' '.join(flags.assumed)}")
-    return {*_OTHER_SOURCES, *(() if "train_iters" in given else ("train_iters",))}
+    return flags.args, {*_OTHER_SOURCES, *(() if "train_iters" in given else ("train_iters",))}
+
+
+def _objective(args: argparse.Namespace) -> str:
+    return read(PreferenceOptions, args).objective
 
 
 def _speaks() -> bool:
@@ -210,8 +229,8 @@ def tokenize_file(args: argparse.Namespace, path: Path, flag: str, console: Cons
     Returns:
         The prefix of its data set.
     """
-    options = _options(args, path, flag)
-    folder = _cache(args.data_cache_path) / digest_of(options)[:20]
+    options, data = _options(args, path, flag), read(DataOptions, args)
+    folder = _cache(data.data_cache_path) / digest_of(options)[:20]
     prefix = folder / "tokens"
     options = dataclasses.replace(options, output_prefix=prefix, resume=True, overwrite=True)
     make_dirs(folder)
@@ -227,7 +246,7 @@ def tokenize_file(args: argparse.Namespace, path: Path, flag: str, console: Cons
             known = PreprocessReport((prefix,), 0, Progress.from_json(found), notes)
             say(console, f"{path}: tokenized before, {known.totals.documents:,} documents")
             print_remarks(known, console)
-    return str(prefix if args.is_instruction_dataset else options.output(options.keys[0]))
+    return str(prefix if data.is_instruction_dataset else options.output(options.keys[0]))
 
 
 def _cache(given: str | None) -> Path:
@@ -247,7 +266,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptions:
     """How a file is tokenized; its format follows from its first record."""
-    tokenizer, objective = TokenizerOptions.from_args(args), args.objective
+    tokenizer, objective = TokenizerOptions.from_args(args), _objective(args)
     data = read(DataOptions, args)
     source = find_files([path], flag=flag)
     handler, keys = data.handler_name, parse_object(data.map_keys, "--map-keys")
@@ -263,7 +282,8 @@ def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptio
                 options, json_keys=columns, append_eod=True, handler=handler, map_keys=keys
             )
         if not handler and objective != "next_token":
-            judged = objective == "preference" and args.loss_type == "kto"
+            preferences = objective == "preference"
+            judged = preferences and read(PreferenceOptions, args).loss_type == "kto"
             handler = "UnpairedPreferenceHandler" if judged else "PreferenceHandler"
         if not handler:
             handler, found = handlers.of_record(record)
@@ -296,47 +316,52 @@ def _own_template(tokenizer: TokenizerOptions) -> str | None:
 
 def _longest(args: argparse.Namespace) -> int:
     """Tokens of the longest sample that is kept whole."""
-    return int(args.seq_length or min(LONGEST, args.max_position_embeddings or LONGEST))
+    longest = read(ModelOptions, args).max_position_embeddings or LONGEST
+    return int(read(DataOptions, args).seq_length or min(LONGEST, longest))
 
 
 def _follow_conversations(
-    args: argparse.Namespace,
     flags: _Flags,
     train: Sequence[TokenizedFile],
     held_out: Sequence[TokenizedFile],
     ranks: int,
 ) -> None:
     """Set sizes, duration, learning rate and memory of a fine-tuning."""
-    rows = rows_of_a_sample(args)
-    flags.assume(micro_batch_size=max(rows, args.micro_batch_size))
-    lengths = _lengths(args, train)
-    multiple = math.lcm(MULTIPLE, 2 * args.context_parallel_size * args.tensor_model_parallel_size)
+    data, training = read(DataOptions, flags.args), read(TrainingOptions, flags.args)
+    micro = max(rows_of_a_sample(flags.args), training.micro_batch_size)
+    flags.assume(micro_batch_size=micro)
+    lengths = _lengths(flags.args, train)
+    multiple = math.lcm(MULTIPLE, parts_of_a_sequence(flags.args))
     fewest = lengths.sum() // (SEQUENCES_OF_A_STEP * STEPS_OF_AN_EPOCH)
-    needed = int(max(lengths.max(), fewest) if args.pack_sequences else lengths.max())
-    flags.assume(seq_length=min(_longest(args), packing.rounded_up(needed, multiple)))
-    sequences = _sequences(lengths, args)
-    part = max(1, ranks // model_parallel_size(args)) * args.micro_batch_size
+    needed = int(max(lengths.max(), fewest) if data.pack_sequences else lengths.max())
+    flags.assume(seq_length=min(_longest(flags.args), packing.rounded_up(needed, multiple)))
+    sequences = _sequences(lengths, flags.args)
+    training = read(TrainingOptions, flags.args)
+    part = max(1, ranks // model_parallel_size(flags.args)) * training.micro_batch_size
     if flags.free("gradient_accumulation_steps", "rampup_batch_size"):
         wanted = min(SEQUENCES_OF_A_STEP, sequences // STEPS_OF_AN_EPOCH)
         flags.assume(global_batch_size=max(1, wanted // part) * part)
-    batch = args.global_batch_size or part * (args.gradient_accumulation_steps or 1)
+    training = read(TrainingOptions, flags.args)
+    batch = training.global_batch_size or part * (training.gradient_accumulation_steps or 1)
     if flags.free("train_samples"):
-        flags.assume(train_iters=max(1, math.ceil(args.epochs * sequences / batch)))
+        flags.assume(train_iters=max(1, math.ceil(data.epochs * sequences / batch)))
     elif not flags.free("epochs"):
         raise ConfigError("give one of --epochs and --train-samples")
     if not flags.free("train_iters") and not flags.free("epochs"):
         raise ConfigError("give one of --epochs and --train-iters")
     if held_out:
-        evaluated = _sequences(_lengths(args, held_out), args)
-        flags.assume(eval_iters=max(1, evaluated // batch))
-        flags.assume(eval_interval=max(1, (args.train_iters or 1) // 10))
-    adapters = bool(args.lora_target_modules or args.lora_load)
+        evaluated = _sequences(_lengths(flags.args, held_out), flags.args)
+        steps = read(TrainingOptions, flags.args).train_iters or 1
+        flags.assume(eval_iters=max(1, evaluated // batch), eval_interval=max(1, steps // 10))
+    options = read(LoraOptions, flags.args)
+    adapters = bool(options.lora_target_modules or options.lora_load)
     lr = (1e-4, 1e-5) if adapters else (1e-5, 1e-6)
-    flags.assume(lr=lr[args.objective == "preference"])
+    flags.assume(lr=lr[_objective(flags.args) == "preference"])
     if flags.free("lr_warmup_iters", "lr_warmup_samples"):
         flags.assume(lr_warmup_fraction=0.03)
-    if is_hf(args.load) and flags.free("fp16", "bf16"):
-        config = read_config(Path(folder_of(args.load)))
+    load = read(CheckpointOptions, flags.args).load
+    if load is not None and is_hf(load) and flags.free("fp16", "bf16"):
+        config = read_config(Path(folder_of(load)))
         if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")):  # by its age
             flags.assume(bf16=True)
     if flags.free("recompute_granularity"):
@@ -345,11 +370,12 @@ def _follow_conversations(
         )
 
 
-def _assume_directory(args: argparse.Namespace, flags: _Flags, file: str) -> None:
+def _assume_directory(flags: _Flags, file: str, dry_run: bool) -> None:
     """Save to a directory that is called after the model and the data."""
-    model, data = Path(folder_of(args.load or "model")).name, Path(file).name
+    options = read(CheckpointOptions, flags.args)
+    model, data = Path(folder_of(options.load or "model")).name, Path(file).name
     save = f"{model}-{data.partition('.')[0]}"
-    resumed = args.auto_resume or args.dry_run
+    resumed = options.auto_resume or dry_run
     if flags.free("save") and tracked(save) is not None and not resumed:
         raise ConfigError(
             f"{save} has a trained model already: name another directory with --save, or go on "
@@ -360,17 +386,19 @@ def _assume_directory(args: argparse.Namespace, flags: _Flags, file: str) -> Non
 
 def _lengths(args: argparse.Namespace, files: Sequence[TokenizedFile]) -> np.ndarray:
     """Tokens of every sample that is trained, int ``[samples]``; of a pair in one sequence."""
-    objective = args.objective
+    objective = _objective(args)
     if objective == "next_token":
         lengths = np.concatenate([InstructionFiles(one.prefix).lengths for one in files]) - 1
         return lengths[lengths > 0]
     pairs = np.concatenate([PreferenceFiles(one.prefix).pair_lengths for one in files]) - 1
     pairs += objective == "reward"  # whose last token is an input, too
-    return pairs.sum(axis=1) if args.pack_sequences else pairs.max(axis=1)
+    return pairs.sum(axis=1) if read(DataOptions, args).pack_sequences else pairs.max(axis=1)
 
 
 def _sequences(lengths: np.ndarray, args: argparse.Namespace) -> int:
     """Sequences of an epoch."""
-    if not args.pack_sequences:
+    data = read(DataOptions, args)
+    if not data.pack_sequences:
         return len(lengths) * rows_of_a_sample(args)
-    return packing.count(lengths, args.seq_length)
+    assert data.seq_length is not None  # assumed, if not given
+    return packing.count(lengths, data.seq_length)

@@ -24,6 +24,11 @@ def model_parallel_size(args: argparse.Namespace) -> int:
     )
 
 
+def parts_of_a_sequence(args: argparse.Namespace) -> int:
+    """Parts of which ranks share the tokens of a sequence, two each of context parallelism."""
+    return 2 * args.context_parallel_size * args.tensor_model_parallel_size
+
+
 def default_ranks(args: argparse.Namespace) -> int:
     """Number of ranks where neither a launcher nor ``--nproc`` gives it.
 

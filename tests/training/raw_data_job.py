@@ -116,13 +116,13 @@ def assumed_directory(folder: str, resume: bool) -> str:
     from mindspeed.errors import ConfigError
     from mindspeed.training.raw_data import _assume_directory, _Flags
 
-    args = argparse.Namespace(load="hf:models/tiny-1.5b", data=("chat.jsonl.gz",), dry_run=False)
-    args.auto_resume, here = resume, os.getcwd()
+    args = argparse.Namespace(load="hf:models/tiny-1.5b", auto_resume=resume)
+    flags, here = _Flags(args, ()), os.getcwd()
     os.chdir(folder)
     try:
-        _assume_directory(args, _Flags(args, ()), *args.data)
+        _assume_directory(flags, "chat.jsonl.gz", dry_run=False)
     except ConfigError as error:
         return str(error)
     finally:
         os.chdir(here)
-    return args.save
+    return flags.args.save
