@@ -276,7 +276,7 @@ class OptimizerStates:
 
 
 @dataclass(frozen=True)
-class Recomputation:
+class RecomputeOptions:
     """Activations that backward computes again.
 
     Attributes:
@@ -290,7 +290,7 @@ class Recomputation:
     layers: int | None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Recomputation:
+    def of(cls, args: argparse.Namespace) -> RecomputeOptions:
         """Read from final values."""
         return cls(args.recompute_granularity, args.recompute_method, args.recompute_num_layers)
 

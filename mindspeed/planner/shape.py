@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed.features.registry import uneven_layers
 from mindspeed.flags import read
-from mindspeed.job import Batch, Parallel, Precision, Recomputation, Sharding
+from mindspeed.job import Batch, Parallel, Precision, RecomputeOptions, Sharding
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
@@ -192,7 +192,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
     pp = parallel.pipeline
     length = args.seq_length // parallel.context // parallel.sequence
     counts = layers_of_stages(vars(args)) if pp > 1 else (args.num_layers,)
-    recomputation = Recomputation.of(args)
+    recomputation = RecomputeOptions.of(args)
     method = recomputation.method if recomputation.whole_layers else None
     again = recomputation.layers or 0
     return Shape(

@@ -35,7 +35,7 @@ from mindspeed.flags import read
 
 
 @dataclass(frozen=True)
-class _Flags:
+class _ScheduleFlags:
     """Megatron's flags that a forward step has to fit."""
 
     calculate_per_token_loss: bool = False
@@ -139,7 +139,7 @@ def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> 
     Raises:
         ConfigError: the function lacks a parameter that the flags need.
     """
-    flags = read(_Flags, args)
+    flags = read(_ScheduleFlags, args)
     for flag, (parameter, use) in _PARAMETERS.items():
         if getattr(flags, flag) and not _takes(forward_step, parameter):
             raise ConfigError(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed.flags import read
-from mindspeed.job import Parallel, Recomputation, Sharding
+from mindspeed.job import Parallel, RecomputeOptions, Sharding
 from mindspeed.journal import Journal
 from mindspeed.models.model_config import ModelConfig
 from mindspeed.planner.count.loop import TrainerLoop, loop_of
@@ -66,7 +66,7 @@ def equal_layers_run_once(
 
 
 def _follows_from_parts(args: argparse.Namespace) -> bool:
-    again = Recomputation.of(args)
+    again = RecomputeOptions.of(args)
     together = again.whole_layers and again.method == "uniform" and (again.layers or 1) > 1
     if whole_only(args) or together or Sharding.of(args).fsdp:
         return False

@@ -27,7 +27,7 @@ from mindspeed.job import (
     MixtureOfExperts,
     OptimizerStates,
     Parallel,
-    Recomputation,
+    RecomputeOptions,
     Sharding,
 )
 from mindspeed.models.model_config import ModelConfig
@@ -262,7 +262,7 @@ def _weights_and_optimizer(args: argparse.Namespace, shape: ModelShape) -> float
 def _activations(args: argparse.Namespace, shape: ModelShape, micro_batches: int) -> float:
     parallel, hidden = Parallel.of(args), shape.hidden_size
     tokens, tp, stages = shape.seq_length * Batch.of(args).micro, parallel.tensor, parallel.pipeline
-    parted = parallel.sequence > 1 and Recomputation.of(args).granularity == "selective"
+    parted = parallel.sequence > 1 and RecomputeOptions.of(args).granularity == "selective"
     layer = 18 * hidden + 4 * shape.ffn_hidden_size if parted else hidden * (10 + 24 / tp)
     kept = layer * read(ModelConfig, args).num_layers + (8 + hidden) * stages
     if parallel.chunks is not None:

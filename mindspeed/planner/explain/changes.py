@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed.features.registry import options
-from mindspeed.job import MixtureOfExperts, Recomputation, Sharding
+from mindspeed.job import MixtureOfExperts, RecomputeOptions, Sharding
 from mindspeed.planner.layout import Layout, Recompute
 
 _SIZES = {
@@ -101,7 +101,7 @@ def _sizes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
 
 
 def _memory(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
-    now = Recomputation.of(args).granularity
+    now = RecomputeOptions.of(args).granularity
     kinds = {
         "nothing is computed again": (None, Recompute(), SPEED),
         "attention is computed again": (
