@@ -10,9 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mindspeed.adaptor.upstream import UpstreamReport, load_reports
-from mindspeed.flags import read
-from mindspeed.job import Parallel
-from mindspeed.models.model_config import ModelConfig
+from mindspeed.job import MixtureOfExperts, Parallel
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import Verdict
 from mindspeed.type_check.chunk import WrongUse
@@ -54,7 +52,7 @@ def describe(args: argparse.Namespace, verdict: Verdict) -> str:
         "data": parallel.data,
         "pipeline": parallel.pipeline,
     }
-    if read(ModelConfig, args).num_experts:
+    if MixtureOfExperts.of(args).count:
         sizes |= {"expert": parallel.expert, "expert tensor": parallel.expert_tensor}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, "no"))
     lines = [f"{parallel.world} ranks: {shown or 'nothing is shared'}"]

@@ -26,9 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed.built_model import BuiltModel
 from mindspeed.errors import ConfigError
 from mindspeed.flags import changed, read
-from mindspeed.job import Batch, Parallel
+from mindspeed.job import Batch, MixtureOfExperts, Parallel
 from mindspeed.journal import Journal
-from mindspeed.models.model_config import ModelConfig
 from mindspeed.planner.count.balanced_routing import (
     Balance,
     assumed_routing,
@@ -42,6 +41,7 @@ from mindspeed.preference.options import PreferenceOptions
 from mindspeed.processes import no_collection
 from mindspeed.spmd import I, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
+from mindspeed.training.options import DataOptions
 from mindspeed.type_check import megatron, rules
 from mindspeed.type_check.chunk import (
     Mesh,
@@ -94,7 +94,8 @@ class ProvidedModel(TrainerLoop):
                 post_process=parallel_state.is_pipeline_last_stage(**where),
                 **given,
             )
-            chunks.append(chunk.to(read(ModelConfig, args).params_dtype))
+            config: Any = chunk.config
+            chunks.append(chunk.to(config.params_dtype))
         return BuiltModel(chunks[0].config, chunks)  # type: ignore[arg-type]
 
 
@@ -116,7 +117,7 @@ def import_ahead(args: argparse.Namespace) -> None:
 
 def _routing(args: argparse.Namespace) -> list[torch.Tensor]:
     """What routers are given where tensors have no values, computed once."""
-    if not read(ModelConfig, args).num_experts:
+    if not MixtureOfExperts.of(args).count:
         return []
     return [logits_of(Balance.of(args), _tokens(args) * Batch.of(args).micro)]
 
@@ -124,7 +125,14 @@ def _routing(args: argparse.Namespace) -> list[torch.Tensor]:
 def _tokens(args: argparse.Namespace) -> int:
     """Tokens of a sample that a rank has between the layers."""
     parallel = Parallel.of(args)
-    return read(ModelConfig, args).seq_length // parallel.context // parallel.sequence
+    return _length(args) // parallel.context // parallel.sequence
+
+
+def _length(args: argparse.Namespace) -> int:
+    """Tokens of a sample."""
+    length = read(DataOptions, args).seq_length
+    assert length is not None
+    return length
 
 
 class Unwritten(TorchDispatchMode):
@@ -157,7 +165,7 @@ def shortened(args: argparse.Namespace) -> argparse.Namespace:
     parallel = Parallel.of(args)
     shared = 2 * parallel.context * parallel.tensor
     length = -(-_SHORT // shared) * shared
-    given = read(ModelConfig, args).seq_length
+    given = _length(args)
     if given % shared == 0 and length < given:
         return changed(args, seq_length=length)
     return args
