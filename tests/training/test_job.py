@@ -6,9 +6,19 @@ import argparse
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from mindspeed.flags import changed, flag, read
-from mindspeed.job import Batch, Parallel, Precision, Schedule, Sharding, TrainState
+from mindspeed.job import (
+    Batch,
+    MixtureOfExperts,
+    OptimizerStates,
+    Parallel,
+    Precision,
+    Schedule,
+    Sharding,
+    TrainState,
+)
 
 
 def batch_args(**changes):
@@ -113,6 +123,9 @@ def test_a_state_counts_and_is_read_back():
         ({"data_parallel_sharding_strategy": "optim_grads_params"}, Sharding()),  # only of FSDP
         ({"overlap_grad_reduce": True}, Sharding(overlap_gradients=True)),
         ({"overlap_param_gather": True}, Sharding(overlap_parameters=True)),
+        ({"align_grad_reduce": False}, Sharding(align_gradients=False)),
+        ({"align_param_gather": True}, Sharding(align_parameters=True)),
+        ({"overlap_param_gather_with_optimizer_step": True}, Sharding(gather_in_step=True)),
     ],
 )
 def test_what_data_parallel_ranks_share(flags, expected):
@@ -120,6 +133,39 @@ def test_what_data_parallel_ranks_share(flags, expected):
     found = Sharding.of(args)
     assert found == expected
     assert found.fsdp is (found.stage > 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "narrow", "offloaded"),
+    [
+        ({}, False, False),
+        ({"reuse_fp32_param": True}, True, False),
+        ({"store_param_remainders": True}, False, False),  # only where Adam is the precise one
+        ({"store_param_remainders": True, "use_precision_aware_optimizer": True}, True, False),
+        ({"main_params_dtype": torch.float16}, True, False),
+        ({"swap_optimizer": True}, False, True),
+        ({"virtual_optimizer": ("all",)}, False, True),
+        ({"optimizer_cpu_offload": True}, False, True),
+    ],
+)
+def test_what_an_optimizer_keeps(flags, narrow, offloaded):
+    values = {
+        "optimizer": "adam", "exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.uint8,
+        "main_params_dtype": torch.float32, "quant_states": False, "quant_states_exempt": (),
+        "reuse_fp32_param": False, "use_precision_aware_optimizer": False, "bf16": True,
+        "store_param_remainders": False, "swap_optimizer": False, "virtual_optimizer": (),
+        "optimizer_cpu_offload": False, "accumulate_allreduce_grads_in_fp32": True,
+    }  # fmt: skip
+    found = OptimizerStates.of(argparse.Namespace(**values | flags))
+    assert (found.half_master, found.offloaded) == (narrow, offloaded)
+    assert (found.moments, found.gradient) == ((torch.float32, torch.uint8), 4)
+
+
+def test_a_model_without_experts_has_none_and_no_other_values():
+    found = MixtureOfExperts.of(argparse.Namespace(num_experts=None))
+    assert found == MixtureOfExperts(0, 0, 1, 1, False, "")
+    grouped = argparse.Namespace(num_experts=8, moe_router_topk=2, moe_router_num_groups=4)
+    assert MixtureOfExperts.of(grouped) == MixtureOfExperts(8, 2, 4, 1, False, "")
 
 
 @dataclass(frozen=True)
@@ -133,6 +179,20 @@ class Section:
 def test_a_section_is_read_and_what_a_namespace_lacks_is_the_default():
     assert read(Section, argparse.Namespace(width=8, other=1)) == Section(width=8, depth=2)
     assert read(Section, argparse.Namespace(width=8, depth=None)).depth is None  # as it was set
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Values of others' flags."""
+
+    width: int
+    depth: int = 2
+
+
+def test_any_dataclass_is_read_and_a_value_without_a_default_must_be_there():
+    assert read(Plain, argparse.Namespace(width=8, other=1)) == Plain(8, 2)
+    with pytest.raises(TypeError, match="width"):
+        read(Plain, argparse.Namespace(depth=1))
 
 
 def test_a_copy_with_other_values_leaves_the_namespace():
