@@ -97,23 +97,24 @@ def trace(
     """
     if cover.source is not None:
         recording_of = _as_real(cover.chunks or (cover.source,), recording_of)
-    first, base, *longer = map(recording_of, cover.points)
-    grown = _grown(cover, recording_of)
+    own = _recordings(cover, recording_of)
+    first, base, *longer = own
+    grown = _grown(cover, own)
     if built is not None and not shards_gradients:
         grown.replace_steps(built.blocks)
     grown.surroundings = cover.around_large
     grown.freed = cover.freed(first.row, freed_in(first))
-    static = _between_steps(cover, recording_of)
+    static = _between_steps(cover, own)
     if cover.source is not None:
-        alone = [_grown(one, recording_of).found for one in cover.chunks]
-        found = {k._replace(chunk=at): x for at, own in enumerate(alone) for k, x in own.items()}
-        layers = found or _grown(cover.source, recording_of).found
-        _take_layers(grown, layers, cover)
-        static.update(_kept(_between_steps(cover.source, recording_of)))
+        source = _recordings(cover.source, recording_of)
+        alone = [_grown(one, _recordings(one, recording_of)).found for one in cover.chunks]
+        found = {k._replace(chunk=at): x for at, one in enumerate(alone) for k, x in one.items()}
+        _take_layers(grown, found or _grown(cover.source, source).found, cover)
+        static.update(_kept(_between_steps(cover.source, source)))
         static.subtract(_kept(recording_of(cover.source.bare_point).static))
 
     def line(of: Callable[[Recording], float]) -> int:
-        return _line(of, (first, base, *longer), cover.means)
+        return _line(of, own, cover.means)
 
     shared: Sent = {}
     add(shared, first.shared)
@@ -133,9 +134,16 @@ def trace(
     )
 
 
-def _grown(cover: Cover, recording_of: Lookup) -> Templates:
-    """Templates of the rank for which a cover stands, grown with its layers."""
-    first, base, *longer = map(recording_of, cover.points)
+def _recordings(cover: Cover, recording_of: Lookup) -> list[Recording]:
+    """Recordings of the points of a cover."""
+    first = recording_of(cover.point)
+    base = first if cover.base == cover.point else recording_of(cover.base)
+    return [first, base, *(recording_of(one.point) for one in cover.longer)]
+
+
+def _grown(cover: Cover, recordings: Sequence[Recording]) -> Templates:
+    """Templates of the rank for which a cover stands, from those of its points."""
+    first, base, *longer = recordings
     expected = (cover.words, cover.words, *(x.words for x in cover.longer))
     for one, words in zip((first, base, *longer), expected, strict=True):
         if one.layers != tuple(map(len, words)):
@@ -239,11 +247,10 @@ def _kept(static: Counter[str]) -> Counter[str]:
     return Counter({kind: n for kind, n in static.items() if kind not in BUILT})
 
 
-def _between_steps(cover: Cover, recording_of: Lookup) -> Counter[str]:
+def _between_steps(cover: Cover, recordings: Sequence[Recording]) -> Counter[str]:
     """Bytes between steps of the rank for which a cover stands, by kind."""
-    found = list(map(recording_of, cover.points))
-    kinds = dict.fromkeys(kind for one in found for kind in one.static)
-    return Counter({kind: _line(partial(_static, kind), found, cover.means) for kind in kinds})
+    kinds = dict.fromkeys(kind for one in recordings for kind in one.static)
+    return Counter({kind: _line(partial(_static, kind), recordings, cover.means) for kind in kinds})
 
 
 def _line(
