@@ -9,13 +9,15 @@ import contextlib
 import importlib
 import pkgutil
 
+import mindspeed.compare.digest_rows
 import mindspeed.megatron_adaptor
 import mindspeed.plugins
 import mindspeed.training.arguments
 
 ROOMS = (
-    *("attention", "checkpoint", "cli", "data", "evaluation", "features", "inference", "lora"),
-    *("models", "ops", "pipeline", "te", "training"),
+    *("adaptor", "attention", "checkpoint", "cli", "compare", "data", "evaluation", "features"),
+    *("guard", "inference", "lora", "memory", "models", "moe", "ops", "optimizer", "pipeline"),
+    *("planner", "te", "tensor_parallel", "training"),
 )
 OTHERS = (
     "megatron.core.tokenizers.text",
@@ -40,4 +42,5 @@ for name in (*(name for room in ROOMS for name in modules_of(room)), *OTHERS):
     with contextlib.suppress(ImportError):  # of an optional dependency
         importlib.import_module(name)
 mindspeed.training.arguments.build_parser()
+mindspeed.compare.digest_rows.library()  # else every rank that records compiles it
 mindspeed.plugins.installed()  # reads the metadata of every installed package
