@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.megatron_lm_reference import assert_losses
-from tests.support.trainer_job import SETUP, TINY, metrics, train
+from tests.support.trainer_job import SETUP, TINY, metrics, train, whole_mock_data
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,8 @@ def test_our_trainer_resumes_a_megatron_lm_run(optimizer, megatron_lm, ranks, tm
     flags, save, file = OPTIMIZERS[optimizer], tmp_path / "c", tmp_path / "metrics.jsonl"
     pretrain_gpt(megatron_lm, tmp_path, [*TP2, *flags, "--save", str(save), "--exit-interval", "3"])
     load = ["--load", str(save), "--metrics-file", str(file)]
-    results = ranks(2, train, [*PP2, *flags, *load], setup=SETUP, backend=None, timeout=300)
+    job = train, [*PP2, *flags, *load], whole_mock_data
+    results = ranks(2, *job, setup=SETUP, backend=None, timeout=300)
     assert {result["error"] for result in results} == {None}
     assert_losses([record["lm_loss"] for record in metrics(file)], "tensor-2", first=4)
 
@@ -67,7 +68,7 @@ def test_our_trainer_resumes_a_megatron_lm_run(optimizer, megatron_lm, ranks, tm
 def test_megatron_lm_resumes_a_run_of_our_trainer(optimizer, megatron_lm, ranks, tmp_path):
     flags, save = OPTIMIZERS[optimizer], tmp_path / "c"
     ours = [*TP2, *flags, "--save", str(save), "--exit-interval", "3"]
-    results = ranks(2, train, ours, setup=SETUP, backend=None, timeout=300)
+    results = ranks(2, train, ours, whole_mock_data, setup=SETUP, backend=None, timeout=300)
     assert {result["error"] for result in results} == {None}
     losses = pretrain_gpt(megatron_lm, tmp_path, [*PP2, *flags, "--load", str(save)])
     assert_losses(list(map(float, losses)), "tensor-2", first=4)

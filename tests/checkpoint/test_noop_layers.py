@@ -10,7 +10,7 @@ import pytest
 from mindspeed.checkpoint.architecture import check_architecture, take_architecture
 from mindspeed.errors import CheckpointError, ConfigError
 from tests.support.megatron_lm_reference import assert_losses
-from tests.support.trainer_job import SETUP, metrics, train
+from tests.support.trainer_job import SETUP, metrics, train, whole_mock_data
 
 TP2 = ["--tensor-model-parallel-size", "2"]
 NOOP = ["--num-layers", "6", "--noop-layers", "0,5", "--pipeline-model-parallel-size", "2"]
@@ -22,7 +22,7 @@ OPTIMIZERS = {
 
 def losses(ranks, file: Path, flags: list[str]) -> list[float]:
     flags = [*flags, "--metrics-file", str(file)]
-    results = ranks(2, train, flags, setup=SETUP, backend=None, timeout=300)
+    results = ranks(2, train, flags, whole_mock_data, setup=SETUP, backend=None, timeout=300)
     assert {result["error"] for result in results} == {None}, results[0]["error"]
     return [record["lm_loss"] for record in metrics(file)]
 

@@ -10,7 +10,7 @@ import yaml
 
 from tests.support import fault
 from tests.support.megatron_lm_reference import assert_losses
-from tests.support.trainer_job import SETUP, metrics, train
+from tests.support.trainer_job import SETUP, metrics, train, whole_mock_data
 
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 TP2 = ["--tensor-model-parallel-size", "2"]
@@ -62,8 +62,9 @@ def test_a_checkpoint_continues_at_other_parallel_sizes(optimizer, ranks, tmp_pa
     """Iterations 4 to 6 lose what Megatron-LM loses in a run that began with tensor parallelism."""
     file = tmp_path / "metrics.jsonl"
     save = ["--save", str(tmp_path / "c"), "--exit-interval", "3"]
-    run(ranks, 2, [*TP2, *optimizer, *save])
-    run(ranks, 2, [*PP2, *optimizer, "--load", str(tmp_path / "c"), "--metrics-file", str(file)])
+    load = ["--load", str(tmp_path / "c"), "--metrics-file", str(file)]
+    run(ranks, 2, [*TP2, *optimizer, *save], whole_mock_data)
+    run(ranks, 2, [*PP2, *optimizer, *load], whole_mock_data)
     assert_losses([record["lm_loss"] for record in metrics(file)], "tensor-2", first=4)
 
 

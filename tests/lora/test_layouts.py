@@ -184,7 +184,7 @@ def test_additional_predicted_tokens_have_adapters(rank_pool, tmp_path):
 
     adapters = "--lora-target-modules all-linear --lora-r 4 --lr 0.01 --train-iters 3"
     expected = train(1, f"{one} {adapters}")
-    assert len(expected) == 3 and expected[2][1] < expected[0][1] - 0.01  # it learns
+    assert len(expected) == 3 and expected[2][1] < expected[0][1] - 1e-3  # it learns
     save = f"--save {tmp_path / 'adapter'} --save-interval 2"
     for found in (train(2, f"{one} {adapters} {PP2} {save}"), train(2, f"{two} {adapters} {PP2}")):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)

@@ -53,7 +53,8 @@ def test_with_the_import_line_it_prints_the_losses_of_megatron_lm(layout, ranks,
     world_size, flags, _, _ = LAYOUTS[layout]
     file = tmp_path / "metrics.jsonl"
     flags = [*flags, "--metrics-file", str(file)]
-    trained = ranks(world_size, trainer_job.train, flags, setup=trainer_job.SETUP, backend=None)
+    job = trainer_job.train, flags, trainer_job.whole_mock_data
+    trained = ranks(world_size, *job, setup=trainer_job.SETUP, backend=None)
     assert {result["error"] for result in trained} == {None}
     ours = [(record["lm_loss"], record["grad_norm"]) for record in trainer_job.metrics(file)]
     # The same operations of the same processor; only the last bits of a mean are taken otherwise.

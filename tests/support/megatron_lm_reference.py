@@ -1,6 +1,7 @@
 """What ``pretrain_gpt.py`` of Megatron-LM core_v0.16.1 printed for :data:`trainer_job.TINY`.
 
-With the same flags and ``import mindspeed.megatron_adaptor`` added, on one CPU. By layout: ranks,
+With the same flags and ``import mindspeed.megatron_adaptor`` added, on one CPU, with all of
+Megatron's mock data (:func:`tests.support.trainer_job.whole_mock_data`). By layout: ranks,
 flags, losses, gradient norms. Another processor adds in another order and prints other last
 digits, so these figures are compared within the tolerances of :func:`assert_losses`.
 """

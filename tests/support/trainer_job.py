@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ def train(
     except MindSpeedError as error:
         return {"error": f"{type(error).__name__}: {error}", "digest": digest(modules)}
     return {"iteration": iteration, "digest": digest(modules), "error": None}
+
+
+def whole_mock_data() -> None:
+    """Take all documents of ``--mock-data``; :mod:`tests.support.warm` leaves most of them out."""
+    if module := sys.modules.get("megatron.core.datasets.gpt_dataset"):
+        module.MockGPTLowLevelDataset.size = 100_000
 
 
 def command(flags: Sequence[str]) -> list[str]:

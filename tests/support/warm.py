@@ -43,4 +43,6 @@ for name in (*(name for room in ROOMS for name in modules_of(room)), *OTHERS):
         importlib.import_module(name)
 mindspeed.training.arguments.build_parser()
 mindspeed.compare.digest_rows.library()  # else every rank that records compiles it
+# Of --mock-data: to shuffle 100,000 documents is a sixth of what a tiny training costs.
+importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset.size = 1000
 mindspeed.plugins.installed()  # reads the metadata of every installed package

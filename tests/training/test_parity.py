@@ -18,7 +18,7 @@ from tests.support.megatron_lm_reference import (
     assert_losses,
     assert_norms,
 )
-from tests.support.trainer_job import SETUP, metrics, train
+from tests.support.trainer_job import SETUP, metrics, train, whole_mock_data
 
 SLOW = {"one-rank", "data-2", "pipeline-2", "tensor-2-bf16"}
 
@@ -36,6 +36,7 @@ def test_loss_gradient_norm_and_rate_equal_megatron_lm(layout, ranks, tmp_path):
         world_size,
         train,
         [*flags, "--metrics-file", str(file)],
+        whole_mock_data,
         setup=SETUP,
         backend=None,
         timeout=240,
@@ -54,7 +55,8 @@ def test_loss_gradient_norm_and_rate_equal_megatron_lm(layout, ranks, tmp_path):
 def test_validation_and_test_losses_equal_megatron_lm(ranks, tmp_path):
     file = tmp_path / "metrics.jsonl"
     flags = ["--tensor-model-parallel-size", "2", "--eval-interval", "3", "--eval-iters", "2"]
-    ranks(2, train, [*flags, "--metrics-file", str(file)], setup=SETUP, backend=None, timeout=240)
+    flags += ["--metrics-file", str(file)]
+    ranks(2, train, flags, whole_mock_data, setup=SETUP, backend=None, timeout=240)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     validation = [r["validation_loss"] for r in records if "validation_loss" in r]
     assert validation == pytest.approx(VALIDATION, rel=1e-5)
@@ -76,7 +78,7 @@ def test_dynamic_loss_scaling_skips_and_grows_as_megatron_lm(ranks, tmp_path):
         "2",
     ]
     flags += ["--exit-interval", "21", "--metrics-file", str(file)]
-    ranks(2, train, flags, setup=SETUP, backend=None, timeout=240)
+    ranks(2, train, flags, whole_mock_data, setup=SETUP, backend=None, timeout=240)
     updates = {r["iteration"]: r for r in metrics(file) if not r["skipped_iterations"]}
     assert list(updates) == list(FP16)
     for iteration, (loss, norm, scale) in FP16.items():
