@@ -14,7 +14,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _PACKAGES = {"ORPO": "trl.experimental.orpo", "CPO": "trl.experimental.cpo"}
-STEPS, PAIRS, LR = 5, 12, 1e-3  # a step is all pairs, however they are packed
+STEPS, PAIRS, LR = 3, 12, 1e-3  # a step is all pairs, however they are packed; the third sees Adam
 
 
 def write_model(folder: str, kind: str = "Llama", labels: int | None = None, **sizes: Any) -> None:
@@ -50,6 +50,14 @@ def write_model(folder: str, kind: str = "Llama", labels: int | None = None, **s
             if "norm" not in name:
                 parameter.copy_(0.08 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
+
+
+def write_models(folder: str) -> None:
+    """A model, one of rewards and one of experts: ``model``, ``scored``, ``experts``."""
+    write_model(f"{folder}/model")
+    write_model(f"{folder}/scored", labels=1)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+    write_model(f"{folder}/experts", "Mixtral", **experts)
 
 
 def with_margins(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,8 +109,13 @@ def _trainer(base: type) -> type:
     return InOrder
 
 
-def trl(kind: str, folder: str, data: str, **options: Any) -> list[dict[str, float]]:
-    """What TRL's trainer ``kind`` (DPO, Reward, ...) logs in :data:`STEPS` steps."""
+def trl(calls: Sequence[tuple[str, str, str, dict[str, Any]]]) -> list[list[dict[str, float]]]:
+    """What TRL's trainers log: of each its kind, the folder of a model, data, and options."""
+    return [_trl(*call) for call in calls]
+
+
+def _trl(kind: str, folder: str, data: str, options: dict[str, Any]) -> list[dict[str, float]]:
+    """What the trainer ``kind`` (DPO, Reward, ...) logs in :data:`STEPS` steps."""
     import importlib
     import tempfile
 
@@ -143,11 +156,6 @@ def trl(kind: str, folder: str, data: str, **options: Any) -> list[dict[str, flo
         )
         trainer.train()
     return [one for one in trainer.state.log_history if "loss" in one]
-
-
-def trl_with(call: Sequence[str], options: dict[str, Any]) -> list[dict[str, float]]:
-    """:func:`trl` with options of its configuration."""
-    return trl(*call, **options)
 
 
 FLAGS = (
@@ -217,10 +225,6 @@ def refusals(words: Sequence[str], cases: Sequence[Sequence[str]]) -> list[str]:
     from tests.support import forked
 
     return [forked.run([*words, *case])[1] for case in cases]
-
-
-def write_mixtral(folder: str, sizes: dict[str, Any]) -> None:
-    write_model(folder, "Mixtral", **sizes)
 
 
 def written(words: Sequence[str], command_words: Sequence[str], folder: str) -> float:
