@@ -98,7 +98,7 @@ def runs(pool: Any, folder: Path, flags_for: Callable[..., list[str]]) -> Callab
         flags_for: adds the flags of the data.
 
     Returns:
-        ``run(world, *flags)`` trains three steps on so many ranks and returns the metrics.
+        ``run(world, *flags)`` trains two steps on so many ranks and returns the metrics.
     """
 
     def train_on(world: int, *flags: str) -> None:
@@ -110,7 +110,7 @@ def runs(pool: Any, folder: Path, flags_for: Callable[..., list[str]]) -> Callab
 
     def run(world: int, *flags: str) -> list[dict]:
         file.unlink(missing_ok=True)
-        load = f"--load {weights} --finetune --no-load-optim --no-load-rng --train-iters 3"
+        load = f"--load {weights} --finetune --no-load-optim --no-load-rng --train-iters 2"
         train_on(world, load, f"--metrics-file {file}", *flags)
         return metrics(file)
 

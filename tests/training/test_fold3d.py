@@ -8,7 +8,7 @@ from tests.support.trainer_job import runs
 
 LAYOUT = (
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--train-iters 3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--global-batch-size 16 --transformer-impl transformer_engine"
 )
 
