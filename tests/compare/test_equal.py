@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compare.campaign import Campaign
 from tests.compare.pairs import PAIRS
 from tests.support.lazy import needs
 
@@ -28,12 +27,6 @@ DAILY = (
 )
 TIE = "because two scores are as close as rounding"
 NAMES = [*DAILY, *(name for name in PAIRS if name not in DAILY)]
-
-
-@pytest.fixture(scope="module")
-def campaign(rank_pool, tmp_path_factory) -> Campaign:
-    """Recordings of jobs."""
-    return Campaign(rank_pool.run, tmp_path_factory.mktemp("equal"))
 
 
 @pytest.mark.weekly_cases(*(name for name in NAMES if name not in DAILY))

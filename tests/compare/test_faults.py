@@ -57,12 +57,6 @@ FORCED_DAILY = (
 
 
 @pytest.fixture(scope="module")
-def campaign(rank_pool, tmp_path_factory) -> Campaign:
-    """Faults in fp32, with one set of weights."""
-    return Campaign(rank_pool.run, tmp_path_factory.mktemp("faults"), weights=1)
-
-
-@pytest.fixture(scope="module")
 def narrow(rank_pool, tmp_path_factory) -> Campaign:
     """Faults in bf16."""
     return Campaign(rank_pool.run, tmp_path_factory.mktemp("narrow"), dtype="bf16", weights=1)
