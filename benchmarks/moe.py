@@ -46,7 +46,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mindspeed.instruments.clock import Link
-from mindspeed.moe.comparison import ENTRIES, Job, compare
+from mindspeed.moe.comparison import ENTRIES, LayerJob, compare
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.load.placement import (
     PlacementTask,
@@ -58,7 +58,7 @@ from mindspeed.moe.load.placement import (
 )
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, SavePolicy
-from mindspeed.moe.simulate import Rates
+from mindspeed.moe.simulate import RankRates
 from mindspeed.moe.sizes import Sizes, chance
 from mindspeed.processes import free_port
 
@@ -283,12 +283,12 @@ def _rank(rank: int, args: argparse.Namespace) -> None:
 
 
 def _measured(sizes: Sizes, link: ModelledLink, repeats: int) -> Iterator[Row]:
-    every = compare(Job(sizes, Rates(1.0, lambda m: 0.0)))
+    every = compare(LayerJob(sizes, RankRates(1.0, lambda m: 0.0)))
     names = [one.name for one in every if one.simulation and _is_of_one_layer(one.name)]
     steps = {name: _step(name, sizes) for name in names}
     link.latency = link.seconds_per_byte = 0.0
     computing = min(_timed(steps["megatron"]) for _ in range(max(3, repeats)))
-    ideal = compare(Job(sizes, Rates(1.0, lambda m: 0.0)), ["megatron"])[0].simulation
+    ideal = compare(LayerJob(sizes, RankRates(1.0, lambda m: 0.0)), ["megatron"])[0].simulation
     assert ideal is not None
     rate = ideal.total / computing  # FLOPs per second, as if products were all
     rows_sent = sizes.tokens * sizes.topk * sizes.row * (RANKS - 1) / RANKS
@@ -296,8 +296,8 @@ def _measured(sizes: Sizes, link: ModelledLink, repeats: int) -> Iterator[Row]:
         link.latency = LATENCY
         link.seconds_per_byte = ratio * (computing / 3) / rows_sent
         modelled = Link(1 / link.seconds_per_byte, LATENCY)
-        rates = Rates(rate, lambda message, modelled=modelled: modelled.seconds(message.wire))
-        found = {one.name: one for one in compare(Job(sizes, rates), names)}
+        rates = RankRates(rate, lambda message, modelled=modelled: modelled.seconds(message.wire))
+        found = {one.name: one for one in compare(LayerJob(sizes, rates), names)}
         best = dict.fromkeys(names, float("inf"))
         for _ in range(repeats):  # in turn, so that a busy moment meets all alike
             for name in names:

@@ -23,7 +23,7 @@ from planner_rows import PublishedRow
 
 from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.cluster.operations import Operation
-from mindspeed.planner.cluster.rates import ALIGNED, PRECISIONS, DeviceRates, Experts, Program
+from mindspeed.planner.cluster.rates import ALIGNED, PRECISIONS, DeviceRates, Experts, RatedJob
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a100-40gb": ("a100", {"memory_gib": 39.4, "memory_gbs": 1555}),
@@ -94,6 +94,6 @@ def rates_of(
     precision = row.precision if row.precision in PRECISIONS else ""
     experts = Experts(*row.routed) if row.routed else None
     dtype = "fp16" if row.precision == "fp16" else "bf16"
-    program = Program(dtype, precision, kept, experts, waits=not row.device.startswith("gb"))
+    program = RatedJob(dtype, precision, kept, experts, waits=not row.device.startswith("gb"))
     kind = UnfusedAttention if row.unfused_attention else DeviceRates
     return kind(cluster or cluster_of(row), program)

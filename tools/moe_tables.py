@@ -15,9 +15,9 @@ import sys
 from feature_table import ROOT, update
 
 from mindspeed.cli import moe
-from mindspeed.moe.comparison import Job, Priced, compare
+from mindspeed.moe.comparison import LayerJob, PricedProgram, compare
 from mindspeed.moe.costs import BACKWARD, FORWARD
-from mindspeed.moe.simulate import Rates
+from mindspeed.moe.simulate import RankRates
 from mindspeed.moe.sizes import Sizes
 
 OVERVIEW, REFERENCE = ROOT / "docs" / "moe.md", ROOT / "docs" / "moe-plan.md"
@@ -29,7 +29,7 @@ PROGRAMS = (
     "megatron", "shared-overlap", "1f1b", "async", "overlap", "overlap-level1", "balanced",
     "ampipe", "fb-overlap",
 )  # fmt: skip
-NO_TIME = Rates(1.0, lambda message: 0.0)
+NO_TIME = RankRates(1.0, lambda message: 0.0)
 
 
 def exposed_table() -> str:
@@ -39,7 +39,9 @@ def exposed_table() -> str:
     plain = Sizes(tokens=64, hidden=16, experts=8, topk=2, ffn=32, ep=2)
     shared = Sizes(**(vars(plain) | {"shared": 32}))
     for without, found in zip(
-        compare(Job(plain, NO_TIME), PROGRAMS), compare(Job(shared, NO_TIME), PROGRAMS), strict=True
+        compare(LayerJob(plain, NO_TIME), PROGRAMS),
+        compare(LayerJob(shared, NO_TIME), PROGRAMS),
+        strict=True,
     ):
         cells = [found.name, code(found.flags), calls(found)]
         cells += [exposed(without) if without.simulation else "", exposed(found)]
@@ -68,7 +70,7 @@ def priced_table(number: int = 0) -> str:
     return "\n".join(lines)
 
 
-def job_of_page(number: int) -> tuple[Job, list[str]]:
+def job_of_page(number: int) -> tuple[LayerJob, list[str]]:
     """The job and the programs of one ``mindspeed moe plan`` of the page."""
     commands = re.findall(
         r"^mindspeed moe (plan (?:.*\\\n)*.*)$", REFERENCE.read_text("utf-8"), re.M
@@ -117,13 +119,13 @@ def code(flags: str) -> str:
     return f"{flags}, {remark}" if remark else flags
 
 
-def calls(one: Priced) -> str:
+def calls(one: PricedProgram) -> str:
     """Collectives of forward + backward."""
     assert one.simulation is not None
     return f"{one.simulation.calls(FORWARD)} + {one.simulation.calls(BACKWARD)}"
 
 
-def exposed(one: Priced) -> str:
+def exposed(one: PricedProgram) -> str:
     """Those of them with no computation beside them."""
     return f"{one.exposed(FORWARD)} + {one.exposed(BACKWARD)}"
 

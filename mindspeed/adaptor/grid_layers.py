@@ -150,7 +150,7 @@ def parallel_linear(
     Raises:
         ConfigError: The groups are not x and y, or there is no grid.
     """
-    from mindspeed.tensor_parallel.two_dimensional.megatron_modules import GridLinear, Layers
+    from mindspeed.tensor_parallel.two_dimensional.megatron_modules import GridLayers, GridLinear
 
     axes = tuple(getattr(one, "axis", None) for one in (ag_comm_intf, rs_comm_intf))
     if axes not in (("x", "y"), ("y", "x")):
@@ -158,7 +158,7 @@ def parallel_linear(
             "ParallelLinear2D: ag_comm_intf and rs_comm_intf must be TPXCollectiveComm and "
             "TPYCollectiveComm, or the reverse"
         )
-    layers = Layers(
+    layers = GridLayers(
         current_grid(),
         linear_products(config.gradient_accumulation_fusion),
         enable_overlap_ag_with_matmul,
@@ -189,7 +189,7 @@ def layer_norm(hidden_size: int, eps: float = 1e-5, *, last_dim_split_comm_intf:
 
 
 def _norm(kind: str, hidden_size: int, eps: float) -> Any:
-    from mindspeed.tensor_parallel.two_dimensional.megatron_modules import GridNorm, Layers
+    from mindspeed.tensor_parallel.two_dimensional.megatron_modules import GridLayers, GridNorm
 
     config = SimpleNamespace(
         normalization=kind,
@@ -197,4 +197,4 @@ def _norm(kind: str, hidden_size: int, eps: float) -> Any:
         use_cpu_initialization=True,
         params_dtype=torch.get_default_dtype(),
     )
-    return GridNorm(config, hidden_size, eps, Layers(current_grid(), linear_products(False)))
+    return GridNorm(config, hidden_size, eps, GridLayers(current_grid(), linear_products(False)))

@@ -32,7 +32,7 @@ from mindspeed.pipeline.automated.profile import (
     ProfiledLayer,
     RecomputedModule,
 )
-from mindspeed.pipeline.automated.task import Task, report
+from mindspeed.pipeline.automated.task import ProfiledJob, report
 
 SITES = {"mlp": "mlp", "attention": "self_attention", "layer": LAYER}
 """Module of a profile -> site of a layer."""
@@ -87,7 +87,7 @@ class RankPart:
     num_microbatches: int
 
 
-def profile_of(parts: Sequence[RankPart], task: Task) -> Profile:
+def profile_of(parts: Sequence[RankPart], task: ProfiledJob) -> Profile:
     """The profile of a job from all ranks of a pipeline, in their order."""
     layers = {number: layer for part in parts for number, layer in part.layers.items()}
     return Profile(
@@ -106,7 +106,7 @@ def profile_of(parts: Sequence[RankPart], task: Task) -> Profile:
 class Profiler:
     """One process's part."""
 
-    def __init__(self, task: Task, instruments: Instruments | None = None) -> None:
+    def __init__(self, task: ProfiledJob, instruments: Instruments | None = None) -> None:
         self.task, self._here, self._journal = task, device.current(), Journal()
         self._instruments = instruments
         self._clock = instruments.clock if instruments else device_clock(self._here)

@@ -33,7 +33,7 @@ from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, number, whole
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
-    from mindspeed.planner.cluster.calibrate import Settings
+    from mindspeed.planner.cluster.calibrate import CalibrationSettings
     from mindspeed.planner.cluster.measured_device import Stopwatch
     from mindspeed.planner.measured_products import Measured
 
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     from mindspeed import device
     from mindspeed.files import check_path
     from mindspeed.planner.cluster import one_kind
-    from mindspeed.planner.cluster.calibrate import Settings
+    from mindspeed.planner.cluster.calibrate import CalibrationSettings
     from mindspeed.planner.cluster.measured_device import NAMES
 
     paths = {"--out": args.out, "--coc": args.coc, "--experts": args.experts}
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in NAMES:
             raise ConfigError(f"--dtypes {name}: allowed are {', '.join(sorted(NAMES))}")
     host = device.current().on_host
-    settings = Settings(
+    settings = CalibrationSettings(
         name=args.name or given[0].stem,
         dtypes=dtypes,
         largest=args.largest or (SMALL if host else LARGE),
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(settings: Settings, base: Cluster, args: argparse.Namespace) -> None:
+def _measure(settings: CalibrationSettings, base: Cluster, args: argparse.Namespace) -> None:
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()

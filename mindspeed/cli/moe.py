@@ -28,7 +28,7 @@ from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.errors import ConfigError
 from mindspeed.instruments.clock import Link
 from mindspeed.instruments.timeline import Interval, Timeline, text
-from mindspeed.moe.comparison import ENTRIES, Job, Priced, compare, rates_of
+from mindspeed.moe.comparison import ENTRIES, LayerJob, PricedProgram, compare, rates_of
 from mindspeed.moe.costs import BACKWARD, FORWARD
 from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.simulate import Simulation
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     return _show(args, job, compare(job, names))
 
 
-def _measured(args: argparse.Namespace, job: Job) -> dict[str, Any]:
+def _measured(args: argparse.Namespace, job: LayerJob) -> dict[str, Any]:
     """Seconds of programs by a measurement of this layer, and the device; empty without one."""
     if args.measured is None:
         return {}
@@ -196,7 +196,7 @@ def _print_measured(measured: dict[str, Any]) -> None:
         print(f"{seconds * 1e3:10.3f} ms  {name}: {ENTRIES[name].flags}")
 
 
-def _run_recorded(args: argparse.Namespace, job: Job, names: list[str]) -> int:
+def _run_recorded(args: argparse.Namespace, job: LayerJob, names: list[str]) -> int:
     """Place the experts of every layer, and price the fullest one."""
     from mindspeed.cli import moe_routing
 
@@ -218,7 +218,7 @@ def _run_recorded(args: argparse.Namespace, job: Job, names: list[str]) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace, job: Job, found: list[Priced]) -> int:
+def _show(args: argparse.Namespace, job: LayerJob, found: list[PricedProgram]) -> int:
     measured = _measured(args, job)
     if args.json:
         print(json.dumps({**as_data(job, found), **measured}, indent=2))
@@ -265,7 +265,7 @@ def _caption(name: str, found: Simulation) -> str:
     )
 
 
-def job_of(args: argparse.Namespace) -> Job:
+def job_of(args: argparse.Namespace) -> LayerJob:
     """The layer that the options of ``mindspeed moe plan`` describe.
 
     Raises:
@@ -280,7 +280,7 @@ def job_of(args: argparse.Namespace) -> Job:
         args.memory_bandwidth * 1e9,
     )
     attention = _attention(model, sizes, args.seq_length or args.tokens)
-    return Job(sizes, rates, args.tp, args.moe_train_capacity_factor, attention)
+    return LayerJob(sizes, rates, args.tp, args.moe_train_capacity_factor, attention)
 
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def _sizes(args: argparse.Namespace, model: dict[str, Any]) -> Sizes:
     )
 
 
-def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
+def as_data(job: LayerJob, found: Sequence[PricedProgram]) -> dict[str, object]:
     """Plain data for JSON: bytes, and seconds from the start of forward."""
     return {
         "sizes": asdict(job.sizes),
@@ -363,7 +363,7 @@ def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
     }
 
 
-def _figures(one: Priced) -> dict[str, object]:
+def _figures(one: PricedProgram) -> dict[str, object]:
     line = one.simulation
     assert line is not None
     return {
@@ -379,7 +379,7 @@ def _figures(one: Priced) -> dict[str, object]:
     }
 
 
-def title(job: Job) -> str:
+def title(job: LayerJob) -> str:
     """The sizes in one line."""
     sizes = job.sizes
     shared = f", shared {sizes.shared}" if sizes.shared else ""
@@ -392,7 +392,7 @@ def title(job: Job) -> str:
 COLUMNS = ("sent", "network", "calls", "exposed", "waiting", "layer", "kept")
 
 
-def cells(one: Priced) -> tuple[str, ...]:
+def cells(one: PricedProgram) -> tuple[str, ...]:
     """The figures of a program that exists, as :data:`COLUMNS` are called."""
     line = one.simulation
     assert line is not None
@@ -407,7 +407,7 @@ def cells(one: Priced) -> tuple[str, ...]:
     )
 
 
-def print_table(job: Job, found: Sequence[Priced]) -> None:
+def print_table(job: LayerJob, found: Sequence[PricedProgram]) -> None:
     """Print a line for each program, then what their flags are."""
     caption = (
         "sent: by one rank, both passes; network: the part to other nodes; calls and "

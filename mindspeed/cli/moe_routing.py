@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed.errors import ConfigError
-from mindspeed.moe.comparison import Job, Priced, compare
+from mindspeed.moe.comparison import LayerJob, PricedProgram, compare
 from mindspeed.moe.load.placement import ExpertPlacement, in_order, search, with_copies
 from mindspeed.moe.load.recorded import RecordedLoad
 from mindspeed.moe.load.routing import RecordedRouting, read
@@ -103,14 +103,14 @@ def worst(recorded: RecordedRouting, layers: Sequence[PlacedLayer]) -> RecordedL
     return RecordedLoad(recorded.layers[fullest.layer])
 
 
-def placed_prices(job: Job, names: Sequence[str]) -> list[Priced]:
+def placed_prices(job: LayerJob, names: Sequence[str]) -> list[PricedProgram]:
     """Prices of the same layer with its experts where the search has put them."""
     assert job.recorded is not None
     return compare(replace(job, recorded=replace(job.recorded, placed=True)), names)
 
 
 def exchange_price(
-    job: Job, layers: Sequence[PlacedLayer], link: float
+    job: LayerJob, layers: Sequence[PlacedLayer], link: float
 ) -> tuple[int, float, float]:
     """Experts that change ranks, bytes of all, and seconds of the rank that sends most.
 
@@ -170,10 +170,10 @@ def write_placement(args: argparse.Namespace, sizes: Sizes, layers: Sequence[Pla
 
 
 def print_exchange(
-    job: Job,
+    job: LayerJob,
     layers: Sequence[PlacedLayer],
-    now: Sequence[Priced],
-    then: Sequence[Priced],
+    now: Sequence[PricedProgram],
+    then: Sequence[PricedProgram],
     link: float,
 ) -> None:
     """Print what the exchange costs and saves, by the shortest program."""

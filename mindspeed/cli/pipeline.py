@@ -47,7 +47,7 @@ from mindspeed.pipeline.automated.profile import MODULES, read_profile
 from mindspeed.pipeline.automated.result import write_result
 from mindspeed.pipeline.automated.search import search
 from mindspeed.pipeline.automated.stages import Price
-from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, Priced, compare
+from mindspeed.pipeline.schedule.comparison import ENTRIES, PricedSchedule, ScheduleJob, compare
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.schedules import memory_limit
@@ -221,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _front(args: argparse.Namespace, job: Job, names: Sequence[str]) -> None:
+def _front(args: argparse.Namespace, job: ScheduleJob, names: Sequence[str]) -> None:
     """Print the front, and draw it with the schedules that have a name."""
     points = front_of(job)
     if args.json:
@@ -286,7 +286,7 @@ def _refuse_other_action(args: argparse.Namespace) -> None:
                 )
 
 
-def job_of(args: argparse.Namespace) -> Job:
+def job_of(args: argparse.Namespace) -> ScheduleJob:
     """The job that the options of ``mindspeed pipeline plan`` describe.
 
     Raises:
@@ -312,7 +312,7 @@ def job_of(args: argparse.Namespace) -> Job:
             f"{args.pp * args.vpp} stages"
         )
     factor = args.pipeline_memory_limit
-    return Job(
+    return ScheduleJob(
         args.pp,
         args.vpp,
         count,
@@ -355,7 +355,7 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"--sizes {text}: whole numbers with commas are expected") from error
 
 
-def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
+def as_data(job: ScheduleJob, found: Sequence[PricedSchedule]) -> dict[str, object]:
     """Plain data for JSON: times in the unit of the costs, memory in A."""
     return {
         "ranks": job.ranks,
@@ -381,7 +381,7 @@ def _figures(simulation: Simulation) -> dict[str, object]:
     }
 
 
-def _title(job: Job) -> str:
+def _title(job: ScheduleJob) -> str:
     chunks = "" if job.chunks == 1 else f", {job.chunks} model chunks each"
     return f"{job.ranks} pipeline ranks{chunks}, {job.num_microbatches} micro-batches"
 
@@ -422,7 +422,7 @@ def _step(simulation: Simulation) -> float:
 COLUMNS = ("v", "step", "bubble", "memory", "exposed", "sent", "again", "split")
 
 
-def cells(one: Priced) -> tuple[str, ...]:
+def cells(one: PricedSchedule) -> tuple[str, ...]:
     """The figures of a schedule that exists, as :data:`COLUMNS` are called."""
     simulation = one.simulation
     assert simulation is not None
@@ -438,7 +438,7 @@ def cells(one: Priced) -> tuple[str, ...]:
     )
 
 
-def _print(job: Job, found: Sequence[Priced]) -> None:
+def _print(job: ScheduleJob, found: Sequence[PricedSchedule]) -> None:
     caption = (
         "v: model chunks of a rank; bubble: part of the step in which the mean rank does "
         "nothing new; memory: of the fullest rank, in activations of one micro-batch; exposed: "

@@ -15,8 +15,8 @@ from pathlib import Path
 from mindspeed.cli.comparison import print_comparison
 from mindspeed.cli.plot import GREY, figure_class, write_figure
 from mindspeed.errors import ConfigError
-from mindspeed.pipeline.schedule.comparison import Job, Priced
-from mindspeed.pipeline.schedule.front import Candidate, front
+from mindspeed.pipeline.schedule.comparison import PricedSchedule, ScheduleJob
+from mindspeed.pipeline.schedule.front import PricedPlan, front
 from mindspeed.pipeline.schedule.schedules import relative_sizes
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.pipeline.schedule.trace import Trace
@@ -25,7 +25,7 @@ from mindspeed.pipeline.schedule.weave import WeavingJob
 _FRONT, _NAMED = "#0d9488", "#1d4ed8"
 
 
-def front_of(job: Job) -> tuple[Candidate, ...]:
+def front_of(job: ScheduleJob) -> tuple[PricedPlan, ...]:
     """The points within the memory limit of the job.
 
     Raises:
@@ -44,7 +44,7 @@ def front_of(job: Job) -> tuple[Candidate, ...]:
     return found
 
 
-def front_data(job: Job, points: Sequence[Candidate]) -> list[dict[str, object]]:
+def front_data(job: ScheduleJob, points: Sequence[PricedPlan]) -> list[dict[str, object]]:
     """Plain data for JSON."""
     return [
         {
@@ -58,7 +58,7 @@ def front_data(job: Job, points: Sequence[Candidate]) -> list[dict[str, object]]
     ]
 
 
-def print_front(title: str, job: Job, points: Sequence[Candidate]) -> None:
+def print_front(title: str, job: ScheduleJob, points: Sequence[PricedPlan]) -> None:
     """A line for each point, least memory first."""
     rows = (
         (
@@ -80,7 +80,7 @@ def print_front(title: str, job: Job, points: Sequence[Candidate]) -> None:
 
 
 def draw_front(
-    title: str, points: Sequence[Candidate], named: Sequence[Priced], output: Path
+    title: str, points: Sequence[PricedPlan], named: Sequence[PricedSchedule], output: Path
 ) -> None:
     """Bubble over memory: the front as steps, schedules with a name as points."""
     figure = figure_class()(figsize=(9, 5.5), layout="constrained")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
     from mindspeed.planner.compose.compose import Composed
     from mindspeed.planner.count.check import Check, GroupTraffic
-    from mindspeed.planner.feature_plans import ActivationPlan
-    from mindspeed.planner.interval import Spread
+    from mindspeed.planner.feature_plans import StageActivationPlans
+    from mindspeed.planner.interval import PredictionFactors
     from mindspeed.planner.job import Job
     from mindspeed.planner.time.prediction import Prediction
 
@@ -211,7 +211,7 @@ def print_check(
         line(text)
 
 
-def interval_of_job(args: argparse.Namespace, cluster: str) -> Spread:
+def interval_of_job(args: argparse.Namespace, cluster: str) -> PredictionFactors:
     """How far modelled seconds of a job on the cluster of a name may be off."""
     from mindspeed.planner.interval import interval_of, job_kind
 
@@ -286,13 +286,13 @@ def run_activations(own: argparse.Namespace, flags: Sequence[str]) -> int:
     duration = [] if set(_DURATION) & set(flags) else ["--train-iters", "1000"]
     args = settings_of([*flags, *_FEATURE, *duration], "plan", _ranks(own)).args
     from mindspeed.planner import isolated
-    from mindspeed.planner.feature_plans import ActivationPlan, plan_stage
+    from mindspeed.planner.feature_plans import StageActivationPlans, plan_stage
 
     budget, cluster = own.plan_activations, _cluster(own)
     stages = range(args.pipeline_model_parallel_size)
     calls = [(args, budget, cluster, stage) for stage in stages]
     chosen = isolated.each(plan_stage, calls, jobs=own.jobs or cores())
-    plan = ActivationPlan(budget, tuple(chosen))
+    plan = StageActivationPlans(budget, tuple(chosen))
     written = []
     if own.out is not None:
         own.out.mkdir(parents=True, exist_ok=True)
@@ -325,7 +325,7 @@ def _cluster(own: argparse.Namespace) -> Cluster:
     return one_kind(own.cluster or "generic", what)
 
 
-def _data(plan: ActivationPlan, flags: Sequence[str]) -> dict[str, object]:
+def _data(plan: StageActivationPlans, flags: Sequence[str]) -> dict[str, object]:
     return {
         "budget": plan.budget,
         "fits": plan.fits,
@@ -336,7 +336,7 @@ def _data(plan: ActivationPlan, flags: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _text(plan: ActivationPlan, flags: Sequence[str]) -> str:
+def _text(plan: StageActivationPlans, flags: Sequence[str]) -> str:
     lines = [
         f"pipeline rank {number}: {stage.peak / 2**20:,.1f} MiB of {plan.budget / 2**20:,.1f}, "
         f"least {stage.least / 2**20:,.1f}; recomputation adds "

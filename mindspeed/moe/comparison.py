@@ -27,7 +27,7 @@ from mindspeed.moe.program import Program, Step
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, SavePolicy
-from mindspeed.moe.simulate import Rates, Simulation, simulate, simulate_pair
+from mindspeed.moe.simulate import RankRates, Simulation, simulate, simulate_pair
 from mindspeed.moe.sizes import Load, Sizes, padded, uniform
 from mindspeed.moe.wire import BLOCK
 
@@ -222,7 +222,7 @@ def _hot(
 
 
 @dataclass(frozen=True)
-class Job:
+class LayerJob:
     """The layer, cluster and parallel sizes that programs are priced for.
 
     Attributes:
@@ -234,7 +234,7 @@ class Job:
     """
 
     sizes: Sizes
-    rates: Rates
+    rates: RankRates
     tp: int = 1
     capacity_factor: float = 1.0
     attention: Attention = field(default_factory=Attention)
@@ -242,7 +242,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedProgram:
     """One program.
 
     Attributes:
@@ -268,7 +268,7 @@ def rates_of(
     inside: TimedLink,
     between: TimedLink,
     bytes_per_second: float | None = None,
-) -> Rates:
+) -> RankRates:
     """Rates over two links, of a node and between nodes, which carry their parts at once."""
 
     def seconds(message: PassMessage) -> float:
@@ -278,19 +278,19 @@ def rates_of(
             return copied + within
         return copied + max(within, between.seconds(message.between * message.busiest))
 
-    return Rates(flops_per_second, seconds, bytes_per_second)
+    return RankRates(flops_per_second, seconds, bytes_per_second)
 
 
-def compare(job: Job, names: Sequence[str] = tuple(ENTRIES)) -> list[Priced]:
+def compare(job: LayerJob, names: Sequence[str] = tuple(ENTRIES)) -> list[PricedProgram]:
     """Price programs, in the order of ``names``."""
     return [_price(job, name) for name in names]
 
 
-def _price(job: Job, name: str) -> Priced:
+def _price(job: LayerJob, name: str) -> PricedProgram:
     entry, sizes = ENTRIES[name], job.sizes
     reason = _reason(job, entry)
     if reason:
-        return Priced(name, entry.flags, None, reason)
+        return PricedProgram(name, entry.flags, None, reason)
     if entry.extended:
         sizes = replace(sizes, ep=sizes.ep * job.tp, etp=1)
     load = uniform(sizes) if job.recorded is None else job.recorded(sizes)
@@ -304,11 +304,13 @@ def _price(job: Job, name: str) -> Priced:
         rows = float(blocks * sizes.ranks)
     kept = formulas.saved_bytes(sizes, rows, entry.policy)
     kept += request.hot_experts * parted_costs.expert_bytes(sizes)
-    return Priced(name, entry.flags, _simulation(job, entry, request, sizes, load), kept=kept)
+    return PricedProgram(
+        name, entry.flags, _simulation(job, entry, request, sizes, load), kept=kept
+    )
 
 
 def _simulation(
-    job: Job, entry: Entry, request: LayerRequest, sizes: Sizes, load: Load
+    job: LayerJob, entry: Entry, request: LayerRequest, sizes: Sizes, load: Load
 ) -> Simulation:
     if entry.chunks > 1:
         parts = [load.part(entry.chunks)] * entry.chunks
@@ -330,7 +332,7 @@ def _simulation(
     )
 
 
-def _reason(job: Job, entry: Entry) -> str:
+def _reason(job: LayerJob, entry: Entry) -> str:
     sizes = job.sizes
     if entry.extended:
         if job.tp == 1:
@@ -368,7 +370,7 @@ def _reason(job: Job, entry: Entry) -> str:
     return ""
 
 
-def _reason_of_order(job: Job, entry: Entry) -> str:
+def _reason_of_order(job: LayerJob, entry: Entry) -> str:
     """Why what is computed beside the collectives cannot be."""
     sizes = job.sizes
     if entry.order is SHARED_OVERLAP and not sizes.shared:

@@ -32,7 +32,7 @@ SIDE = ("shared", "shared_fc1", "shared_fc2", "anchor")  # once for all chunks
 
 
 @dataclass(frozen=True)
-class Rates:
+class RankRates:
     """How fast one rank is.
 
     Attributes:
@@ -129,7 +129,7 @@ class ChunkStep:
 def simulate(
     program: Program,
     costs: Costs | Sequence[Costs],
-    rates: Rates,
+    rates: RankRates,
     chunks: int = 1,
     inner: Mapping[str, Inner] | None = None,
     repeat: Callable[[list[ChunkStep]], list[ChunkStep]] | None = None,
@@ -150,7 +150,7 @@ def simulate(
     return play([*product([FORWARD], forward), *product([BACKWARD], backward)], rates)
 
 
-def play(actions: Iterable[tuple[str, ChunkStep]], rates: Rates) -> Simulation:
+def play(actions: Iterable[tuple[str, ChunkStep]], rates: RankRates) -> Simulation:
     """Run actions in their order, each in its pass.
 
     Args:
@@ -184,7 +184,7 @@ def mirrored(actions: Sequence[ChunkStep]) -> Iterator[ChunkStep]:
 class _Run:
     """The compute stream, the streams of groups, and what is in flight."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: RankRates) -> None:
         self.now = 0.0
         self.result = Simulation()
         self._rates = rates
@@ -253,7 +253,7 @@ PAIR = Program.parse(
 _PASSES = {"f": FORWARD, "b": BACKWARD}
 
 
-def simulate_pair(costs: Costs, rates: Rates) -> Simulation:
+def simulate_pair(costs: Costs, rates: RankRates) -> Simulation:
     """Run a layer's forward and backward, of two micro-batches, at once.
 
     Args:

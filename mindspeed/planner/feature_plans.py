@@ -45,7 +45,7 @@ from mindspeed.memory.adaptive import SHARES, BudgetSettings
 from mindspeed.memory.estimate import Clock
 from mindspeed.memory.plan import LayerPlan
 from mindspeed.pipeline.automated.profile import Profile
-from mindspeed.pipeline.automated.task import Task, report
+from mindspeed.pipeline.automated.task import ProfiledJob, report
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.rates import DeviceRates, clock_of
 from mindspeed.planner.count.fake_world import fake_world
@@ -154,7 +154,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class ActivationPlan:
+class StageActivationPlans:
     """The activation plans of all stages.
 
     Attributes:
@@ -282,7 +282,7 @@ def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
     return report(task, profile).replace("measured", "counted and modelled", 1)
 
 
-def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profile]:
+def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[ProfiledJob, Profile]:
     """The feature's task and the profile of the job; see :func:`plan_pipeline`."""
     attached = getattr(wrapper_of(AUTOMATED, AUTOMATED_FLAG), "__self__", None)
     assert isinstance(attached, Profiler)
@@ -291,7 +291,7 @@ def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profi
     return attached.task, profile_of(parts, attached.task)
 
 
-def _part_of(args: argparse.Namespace, cluster: Cluster, task: Task, stage: int) -> RankPart:
+def _part_of(args: argparse.Namespace, cluster: Cluster, task: ProfiledJob, stage: int) -> RankPart:
     """Profile a pipeline rank."""
     from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.training.fake_job import rank_in_stage

@@ -67,7 +67,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Spread:
+class PredictionFactors:
     """Factors of predicted seconds.
 
     Attributes:
@@ -134,7 +134,7 @@ def published_runs() -> tuple[Run, ...]:
 
 def interval_of(
     kind: JobKind, device: str, without: Callable[[Run], bool] = lambda run: False
-) -> Spread:
+) -> PredictionFactors:
     """The factors between which the seconds of a job are likely to be.
 
     Args:
@@ -149,7 +149,7 @@ def interval_of(
     total = sum(weight for _, weight in weighted)
     part = max(0.0, (_OUTSIDE * (total + 1) - 1) / total)  # the job counts 1, beyond both ends
     low, high = percentile(weighted, part), percentile(weighted, 1 - part)
-    return Spread(low, high, len(runs), alike)
+    return PredictionFactors(low, high, len(runs), alike)
 
 
 def _place(run: Run) -> tuple[str, str, JobKind, str]:

@@ -28,7 +28,7 @@ from mindspeed.job import Batch, Parallel, Precision
 from mindspeed.journal import Journal
 from mindspeed.json_fields import TEXT, Kind, MapOf, Real, Whole, check_declared
 from mindspeed.models.model_config import ModelConfig
-from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
+from mindspeed.moe.comparison import ENTRIES, LayerJob, compare, rates_of
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.sizes import Sizes
 from mindspeed.parsing import read_json
@@ -100,7 +100,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 
 def programs_of(sizes: Sizes, tp: int) -> list[str]:
     """Programs that one layer of these sizes can run without attention and a second micro-batch."""
-    job = Job(sizes, rates_of(1.0, _Nothing(), _Nothing()), tp)
+    job = LayerJob(sizes, rates_of(1.0, _Nothing(), _Nothing()), tp)
     names = [
         name
         for name, entry in ENTRIES.items()

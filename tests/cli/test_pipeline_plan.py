@@ -8,7 +8,7 @@ import re
 import pytest
 
 from mindspeed.cli.main import main
-from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, compare
+from mindspeed.pipeline.schedule.comparison import ENTRIES, ScheduleJob, compare
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import read_plan
 
@@ -80,8 +80,8 @@ def test_files_are_written_read_and_drawn(tmp_path, capsys: pytest.CaptureFixtur
     assert plan(*words, "--schedule", "zb-h1", "--dump", file, "--plot", picture, "--text") == 0
     printed = capsys.readouterr().out
     assert re.search(r"^0 F0-* F1-* \.+B0", printed, re.MULTILINE)
-    (again,) = compare(Job(2, 1, 4), [str(file)])
-    (named,) = compare(Job(2, 1, 4), ["zb-h1"])
+    (again,) = compare(ScheduleJob(2, 1, 4), [str(file)])
+    (named,) = compare(ScheduleJob(2, 1, 4), ["zb-h1"])
     assert read_plan(file).rows == again.simulation.plan.rows == named.simulation.plan.rows
     assert again.simulation.timeline == named.simulation.timeline
     trace = tmp_path / "zb.json"
@@ -135,7 +135,7 @@ def test_flags_of_plan_are_refused_by_search(capsys: pytest.CaptureFixture[str])
 
 
 def test_costs_of_joined_stages() -> None:
-    job = Job(2, 2, 4, Costs(), stage_costs=(1.0, 3.0, 1.0, 1.0))
+    job = ScheduleJob(2, 2, 4, Costs(), stage_costs=(1.0, 3.0, 1.0, 1.0))
     assert job.costs_for(2).stage_shares == (0.5, 1.5, 0.5, 0.5)
     assert job.costs_for(1).stage_shares == (2.0, 1.0)
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed.instruments.clock import Link
-from mindspeed.moe.comparison import Job, compare, rates_of
+from mindspeed.moe.comparison import LayerJob, compare, rates_of
 from mindspeed.moe.parted_costs import Attention
-from mindspeed.moe.simulate import Rates
+from mindspeed.moe.simulate import RankRates
 from mindspeed.moe.sizes import Sizes
 
 N, H, E, K, F, S = 64, 32, 8, 2, 48, 40
@@ -46,8 +46,8 @@ def times(request):
 
 
 def timeline(times, name, sizes=SIZES):
-    rates = Rates(FLOPS, lambda message: times.link.seconds(message.wire * message.busiest))
-    (found,) = compare(Job(sizes, rates, attention=ATTENTION), [name])
+    rates = RankRates(FLOPS, lambda message: times.link.seconds(message.wire * message.busiest))
+    (found,) = compare(LayerJob(sizes, rates, attention=ATTENTION), [name])
     assert found.simulation is not None, found.reason
     return found.simulation
 
@@ -183,7 +183,7 @@ def test_symmetric_memory_copies_what_it_sends_and_what_arrives():
     """In and out of buffers: read and written, at the rate of the memory, before a link helps."""
     rate, sizes = 1e9, Sizes(**(vars(SIZES) | {"shared": 0}))
     link = SimpleNamespace(seconds=lambda nbytes: 0.0)
-    job = Job(sizes, rates_of(1e30, link, link, rate))
+    job = LayerJob(sizes, rates_of(1e30, link, link, rate))
     blocks, symmetric = (one.simulation for one in compare(job, ["device", "device-symmetric"]))
     assert blocks.exposed() == 0
     rows = 2 * BOUND + N * K  # a buffer as long as the bound, and one as long as what is sent
@@ -209,15 +209,15 @@ def test_symmetric_memory_copies_what_it_sends_and_what_arrives():
 )
 def test_rows_that_a_job_cannot_have(name, change, said):
     sizes = Sizes(**(vars(SIZES) | change))
-    (found,) = compare(Job(sizes, Rates(1.0, lambda message: 0.0)), [name])
+    (found,) = compare(LayerJob(sizes, RankRates(1.0, lambda message: 0.0)), [name])
     assert said in found.reason
 
 
 def test_chunks_of_sliced_experts_hide_all_but_the_first_gather_and_the_last_sum():
     """Rates so slow that every computation hides any collective; the memory's, too."""
     sizes = Sizes(**(vars(SIZES) | {"etp": 2, "shared": 0}))
-    rates = Rates(1.0, lambda message: 1e-9)
-    job = Job(sizes, rates, tp=2, attention=ATTENTION)
+    rates = RankRates(1.0, lambda message: 1e-9)
+    job = LayerJob(sizes, rates, tp=2, attention=ATTENTION)
     plain, sliced = (one.simulation for one in compare(job, ["ampipe", "ampipe-slices"]))
     assert [len(plain.log.exposed(p)) for p in ("forward", "backward")] == [4, 4]
     assert [len(sliced.log.exposed(p)) for p in ("forward", "backward")] == [2, 2]

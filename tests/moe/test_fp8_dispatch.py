@@ -9,10 +9,10 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from mindspeed.moe.comparison import Job, compare
+from mindspeed.moe.comparison import LayerJob, compare
 from mindspeed.moe.costs import all_to_all, in_eight_bits
 from mindspeed.moe.save.policy import LEVEL0, LEVEL1
-from mindspeed.moe.simulate import Rates
+from mindspeed.moe.simulate import RankRates
 from mindspeed.moe.sizes import Sizes, uniform
 from mindspeed.moe.wire import BLOCK, dequantize, quantize, quantized_bytes
 from tests.moe import wire_ranks as jobs
@@ -170,7 +170,7 @@ def test_the_plan_prices_what_is_sent():
     assert wires(plain) == [[rows * 272, rows * 272], [rows * 256, rows * 256]]
     assert wires(tokens) == [[pytest.approx(rows * 145), rows * 272], [rows * 256, rows * 256]]
     assert wires(both)[1] == [rows * 256, pytest.approx(rows * 129)]
-    job = Job(replace(sizes, hidden=72), Rates(1.0, lambda message: 0.0))
+    job = LayerJob(replace(sizes, hidden=72), RankRates(1.0, lambda message: 0.0))
     assert compare(job, ["fp8"])[0].reason == "128 does not divide the 72 elements of a row"
 
 

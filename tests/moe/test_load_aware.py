@@ -11,7 +11,7 @@ from mindspeed.instruments import saved_for_backward
 from mindspeed.moe.interpreter import Chunk
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, X_ONLY
-from mindspeed.moe.save.stage import Saving
+from mindspeed.moe.save.stage import ExpertSaving
 from tests.moe.recorded_routing import FILE, RANKS, TOKENS, TOPK
 
 WIDTH, FFN = 8, 28  # as Mixtral's, f = 3.5 h
@@ -56,7 +56,7 @@ def kept_and_gradients(experts, scale, count):
     rows = torch.randn(count, WIDTH, generator=generator).requires_grad_()
     probs = torch.rand(count, generator=generator).requires_grad_()
     hidden = torch.zeros(TOKENS // RANKS, WIDTH)
-    saving = Saving(LayerRequest(recompute_above=scale), None, TOPK, 1)
+    saving = ExpertSaving(LayerRequest(recompute_above=scale), None, TOPK, 1)
     chunk = Chunk(tensors={"hidden": hidden})
     with saved_for_backward(experts) as saved:
         out, _ = saving.run(chunk, experts, rows, torch.tensor([count]), probs)

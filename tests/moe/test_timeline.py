@@ -24,7 +24,7 @@ from mindspeed.moe.parted_costs import Attention, bounded
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1
-from mindspeed.moe.simulate import Rates, simulate
+from mindspeed.moe.simulate import RankRates, simulate
 from mindspeed.moe.sizes import Sizes, padded
 from tests.moe import ampipe_ranks, layer_ranks, timeline_ranks
 from tests.moe.actual_load import load_of
@@ -35,7 +35,7 @@ needs("megatron.core")
 ADAPTOR = "tests.support.warm"
 VARIANTS = [{}, {"async_permutation": True}, {"overlap": True}]
 LINK = Link(timeline_ranks.BYTES, timeline_ranks.LATENCY)
-RATES = Rates(timeline_ranks.FLOPS, lambda message: LINK.seconds(message.wire))
+RATES = RankRates(timeline_ranks.FLOPS, lambda message: LINK.seconds(message.wire))
 PHASES = (formulas.FORWARD, formulas.BACKWARD)
 SHARED = 20
 COSTS = {"alltoall": formulas.all_to_all, "allgather": formulas.all_gather}

@@ -23,11 +23,13 @@ CLUSTER = "h100"
 def plan_activations(args: Any, budget: int) -> Any:
     """The plans of all stages."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.feature_plans import ActivationPlan, plan_stage
+    from mindspeed.planner.feature_plans import StageActivationPlans, plan_stage
 
     stages = range(args.pipeline_model_parallel_size)
     cluster = load_cluster(CLUSTER)
-    return ActivationPlan(budget, tuple(plan_stage(args, budget, cluster, one) for one in stages))
+    return StageActivationPlans(
+        budget, tuple(plan_stage(args, budget, cluster, one) for one in stages)
+    )
 
 
 def planned(budgets: list[int], world: int, folder: str) -> list[Any]:

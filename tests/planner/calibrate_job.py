@@ -9,9 +9,9 @@ from typing import Any
 def calibrated(node: int, launch: float | None = None) -> Any:
     """The measured cluster, very small and short; ``launch``: seconds of a busy host."""
     from mindspeed.planner.cluster import load_cluster, measured_device
-    from mindspeed.planner.cluster.calibrate import Settings, calibrate
+    from mindspeed.planner.cluster.calibrate import CalibrationSettings, calibrate
 
-    settings = Settings(
+    settings = CalibrationSettings(
         "here",
         dtypes=("fp32",),
         largest=64,

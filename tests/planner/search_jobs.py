@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.search.space import Sizes, Space
+from mindspeed.planner.search.space import JobSizes, Space
 
 SETUP = "tests.support.warm"
 CLUSTER = "h100"
@@ -17,8 +17,8 @@ def space_of(job: Any, devices: int, values: dict[str, Any]) -> tuple[Any, list[
     from mindspeed.planner.search.plan import _own
 
     args, own = _own(job, devices)
-    space = Space.of(Sizes.of(args, devices)).only((), own).with_values(values)
-    return args, list(space.layouts(Sizes.of(args, devices), Counter()))
+    space = Space.of(JobSizes.of(args, devices)).only((), own).with_values(values)
+    return args, list(space.layouts(JobSizes.of(args, devices), Counter()))
 
 
 def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: str) -> list[Any]:
@@ -144,7 +144,7 @@ def accepted_outside(
 
     job = Job(argv)
     args, _ = space_of(job, devices, {})
-    sizes = Sizes.of(args, devices)
+    sizes = JobSizes.of(args, devices)
     defaults = {name: value[0] for name, value in vars(Space()).items()}
     accepted, tried = [], 0
     for chosen in itertools.product(*values.values()):

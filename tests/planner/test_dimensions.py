@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindspeed.memory.selective import modules_of, together
-from mindspeed.moe.comparison import Priced
+from mindspeed.moe.comparison import PricedProgram
 from mindspeed.planner.layout import Layout, Recompute, expert_programs
 from mindspeed.planner.search.expert_programs import dominated
 from mindspeed.planner.search.selective import Saving, subsets
-from mindspeed.planner.search.space import Sizes, Space, reason_against, stage_layers
+from mindspeed.planner.search.space import JobSizes, Space, reason_against, stage_layers
 from tests.planner import search_jobs
 from tests.planner.search_jobs import SETUP
 
@@ -70,7 +70,7 @@ def test_layers_of_a_v_are_shared_among_ranks_before_stages():
 
 
 def test_a_v_has_two_chunks_whatever_else_is_searched():
-    sizes = Sizes(4, 16, num_layers=10, heads=8, query_groups=8, seq_length=512)
+    sizes = JobSizes(4, 16, num_layers=10, heads=8, query_groups=8, seq_length=512)
     space = Space(pp=(2,), vpp=(1, 5), schedule=("zb-v",), split=("even", "ends"))
     removed: Counter[str] = Counter()
     (layout,) = space.layouts(sizes, removed)
@@ -81,7 +81,7 @@ def test_a_v_has_two_chunks_whatever_else_is_searched():
 
 
 def test_waves_have_the_chunks_of_the_search():
-    sizes = Sizes(4, 16, num_layers=10, heads=8, query_groups=8, seq_length=512)
+    sizes = JobSizes(4, 16, num_layers=10, heads=8, query_groups=8, seq_length=512)
     space = Space(pp=(2,), vpp=(1, 2, 4), schedule=("zb-wave",), split=("even", "ends"))
     removed: Counter[str] = Counter()
     two, four = space.layouts(sizes, removed)
@@ -103,8 +103,8 @@ def test_programs_of_experts_of_which_another_is_faster_and_smaller_are_no_candi
         "overlap-level1": (3.5, 2),
         "1f1b": (5.0, 9),
     }
-    priced = [Priced(name, "", Simulated(t), kept=n) for name, (t, n) in times.items()]
-    assert dominated([*priced, Priced("dedup", "", None, "no nodes")]) == ["megatron"]
+    priced = [PricedProgram(name, "", Simulated(t), kept=n) for name, (t, n) in times.items()]
+    assert dominated([*priced, PricedProgram("dedup", "", None, "no nodes")]) == ["megatron"]
 
 
 def test_flags_of_expert_programs_are_names_of_arguments():
@@ -116,7 +116,7 @@ def test_flags_of_expert_programs_are_names_of_arguments():
 
 
 def test_a_search_tries_options_that_keep_the_numbers_of_a_training():
-    sizes = Sizes(8, 16, num_layers=8, heads=8, query_groups=8, seq_length=512)
+    sizes = JobSizes(8, 16, num_layers=8, heads=8, query_groups=8, seq_length=512)
     lacking = replace(sizes, experts=8, lacking=("flash-attention",))
     memory = Space.of(sizes).memory
     assert memory[0] == () and ("swap-optimizer",) in memory

@@ -14,7 +14,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import load_cluster
 from mindspeed.planner.cluster.operations import Operation
-from mindspeed.planner.cluster.rates import DeviceRates, Experts, Program
+from mindspeed.planner.cluster.rates import DeviceRates, Experts, RatedJob
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, assumed, expert_loads
 from tests.support.lazy import Lazy
 from tests.support.values import values
@@ -119,8 +119,8 @@ def test_an_exchange_takes_as_long_as_its_busiest_rank(once: Experts | None) -> 
     cluster = replace(load_cluster("generic"), collective_us=0.0)
     cluster = replace(cluster, levels=tuple(replace(one, latency_us=0.0) for one in cluster.levels))
     mean = 4_000_000
-    even = DeviceRates(cluster, Program(once=once)).communication(exchange(mean, mean // 4))
-    uneven = DeviceRates(cluster, Program(once=once, imbalance=1.5))
+    even = DeviceRates(cluster, RatedJob(once=once)).communication(exchange(mean, mean // 4))
+    uneven = DeviceRates(cluster, RatedJob(once=once, imbalance=1.5))
     there, back = exchange(mean, 3 * mean // 8), exchange(3 * mean // 2, 3 * mean // 8)
     assert uneven.communication(there) == pytest.approx(1.5 * even)
     assert uneven.communication(back) == pytest.approx(1.5 * even)

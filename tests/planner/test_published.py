@@ -122,14 +122,14 @@ def test_the_page_has_the_committed_figures(benchmark, result):
 @pytest.mark.parametrize("model", ["llama3-70b", "llama3.1-405b"])
 def test_published_layouts_are_candidates_of_a_search(benchmark, model):
     """Of 126 layers too, which 8 x 8 stages only divide with embedding and head."""
-    from mindspeed.planner.search.space import Sizes, Space
+    from mindspeed.planner.search.space import JobSizes, Space
 
     layers, heads = (80, 64) if model == "llama3-70b" else (126, 128)
     for row in benchmark.planned_rows():
         if row.model != model or row.system != "megatron-bridge-h100":
             continue
         one = row.layout
-        sizes = Sizes(one.devices, one.global_batch_size, layers, heads, 8, 8192)
+        sizes = JobSizes(one.devices, one.global_batch_size, layers, heads, 8, 8192)
         space = Space.of(sizes).only(("tp", "cp", "pp", "vpp", "split", "mbs"), one)
         assert one in set(space.layouts(sizes, Counter()))
 

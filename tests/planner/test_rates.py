@@ -13,7 +13,7 @@ from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster, Device, Level, MeasuredProduct
 from mindspeed.planner.cluster.operations import Operation
-from mindspeed.planner.cluster.rates import GROUP, PLAIN, DeviceRates, Experts, Program
+from mindspeed.planner.cluster.rates import GROUP, PLAIN, DeviceRates, Experts, RatedJob
 
 # Round figures: 1e12 FLOP/s, of which 10 cores compute tiles of 16 x 16; 1e9 bytes per second.
 DEVICE = Device(
@@ -30,7 +30,7 @@ DEVICE = Device(
 )
 
 
-def rates(program: Program = PLAIN, **changes: object) -> DeviceRates:
+def rates(program: RatedJob = PLAIN, **changes: object) -> DeviceRates:
     device = dataclasses.replace(DEVICE, **changes)
     levels = (Level("node", None, 1, 0),)
     return DeviceRates(Cluster("test", device, levels), program)
@@ -161,7 +161,7 @@ LINEAR = Operation("aten::mm", 1, 2 * 3 * 160 * 160, (160, 160, 160, "bf16"), 1,
 
 def test_a_job_in_fp8_multiplies_in_fp8_and_pays_for_its_casts() -> None:
     peaks = {"fp32": 1.0, "bf16": 2.0, "fp8": 4.0}
-    low = rates(Program("bf16", "mxfp8", frozenset({7})), peak_tflops=peaks, memory_gbs=1e3)
+    low = rates(RatedJob("bf16", "mxfp8", frozenset({7})), peak_tflops=peaks, memory_gbs=1e3)
     plain = rates(peak_tflops=peaks, memory_gbs=1e3)
     cast = 160 * 160 * (4 + 2) / 1e12  # read twice in bf16, written twice in fp8
     product = low.product_seconds(160, 160, 160, "fp8")
@@ -182,7 +182,7 @@ def test_what_a_cpu_emulates_takes_no_time() -> None:
     cast = Operation("aten::mul", 0, 10**9, stands_for="product")
     assert rates().seconds(inside) == 0.0
     assert rates().seconds(cast) > 0.0
-    assert rates(Program("bf16", "fp8")).seconds(cast) == 0.0
+    assert rates(RatedJob("bf16", "fp8")).seconds(cast) == 0.0
 
 
 def test_products_of_experts_share_the_last_wave() -> None:
@@ -208,7 +208,7 @@ def test_a_device_waits_for_its_host_when_its_queue_is_empty() -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_host_that_waits_for_the_sizes_of_an_exchange_is_late(waits: bool) -> None:
-    model = rates(Program(waits=waits), memory_gbs=1.0, host_us=4.0, exchange_us=100.0)
+    model = rates(RatedJob(waits=waits), memory_gbs=1.0, host_us=4.0, exchange_us=100.0)
     long, short = (Operation("aten::mul", 0, size) for size in (10_000, 1_000))
     model.queued(long, model.seconds(long))
     exchange = ("all_to_all", "", "EXPERT_MODEL_PARALLEL_GROUP", (0, 1), "forward", 8, 4)

@@ -16,9 +16,9 @@ from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.search.bounded_search import Outcome, search
 from mindspeed.planner.search.bounds import Bound
 from mindspeed.planner.search.result import TOLERANCE, front_of, preference
-from mindspeed.planner.search.space import Sizes, Space, stage_layers
+from mindspeed.planner.search.space import JobSizes, Space, stage_layers
 
-SIZES = Sizes(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
+SIZES = JobSizes(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
 SPACE = Space.of(SIZES).with_values(
     {"optimizer": ["distributed"], "memory": [None], "precision": [None]}
 )
@@ -234,7 +234,7 @@ def test_layers_of_stages(split, stages, expected) -> None:
 
 
 def test_counts_name_the_constraint() -> None:
-    sizes = Sizes(16, 64, num_layers=8, heads=6, query_groups=6, seq_length=8192)
+    sizes = JobSizes(16, 64, num_layers=8, heads=6, query_groups=6, seq_length=8192)
     removed: Counter[str] = Counter()
     kept = list(Space(tp=(1, 2, 4), pp=(1, 2, 3), mbs=(1, 2)).layouts(sizes, removed))
     assert removed == {

@@ -188,9 +188,9 @@ class AutomatedPipeline(
         if found:
             return
         from mindspeed.adaptor.pipeline_profile import Profiler
-        from mindspeed.pipeline.automated.task import Task
+        from mindspeed.pipeline.automated.task import ProfiledJob
 
-        task = Task(
+        task = ProfiledJob(
             self.mode,
             self.save_memory_ratio,
             self.recompute_type,

@@ -177,7 +177,7 @@ class TensorParallel2D(
             return layers.on_grid(
                 block,
                 config,
-                layers.Layers(
+                layers.GridLayers(
                     current_grid(),
                     linear_products(fuse),
                     self.enable_overlap_ag_with_matmul,

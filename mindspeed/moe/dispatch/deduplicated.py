@@ -22,7 +22,7 @@ import torch
 from mindspeed.moe.collectives import Gather
 from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.dispatch.compact import TOO_MANY, chosen, compact, expand
-from mindspeed.moe.dispatch.level import Level, Spread, sum_rows
+from mindspeed.moe.dispatch.level import Level, RowSpread, sum_rows
 from mindspeed.moe.host_copy import HostCopy, ToHost
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.program import Program
@@ -122,11 +122,11 @@ class DeduplicatedDispatcher:
         assert row_probs is not None
         tensors["rows"], tensors["row_probs"] = rows, row_probs
         values["tokens_per_expert"] = mine
-        values["experts"] = Spread(row_id_map, to, copies, shape)
+        values["experts"] = RowSpread(row_id_map, to, copies, shape)
 
     def disarrange(self, chunk: Chunk) -> None:
         """The sums over local experts, in the order in which the rows came."""
-        done: Spread = chunk.values["experts"]
+        done: RowSpread = chunk.values["experts"]
         chunk.tensors["rows"] = sum_rows(
             chunk.tensors["rows"], done.row_id_map, done.to, done.shape
         )
@@ -171,5 +171,5 @@ def again(chunk: Chunk, level: Level, sent: Sequence[int], received: Sequence[in
 
 def again_rows(chunk: Chunk, name: str) -> Local:
     """A function that repeats one permutation on ``[n, h]``."""
-    done: Spread = chunk.values[name]
+    done: RowSpread = chunk.values[name]
     return lambda rows: kernels.moe_permute_again(rows, done.row_id_map, done.copies)

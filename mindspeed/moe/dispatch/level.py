@@ -27,7 +27,7 @@ from mindspeed.te import kernels
 
 
 @dataclass(frozen=True)
-class Spread:
+class RowSpread:
     """Destinations of the rows of one level.
 
     Attributes:
@@ -103,7 +103,7 @@ class Level:
         tensors["metadata"] = join(ids, weights)
         shape, count = tensors["rows"].shape, source.shape[0]
         tensors["rows"], _, row_id_map = kernels.moe_permute(tensors["rows"], None, to, count)
-        chunk.values[self.name] = Spread(row_id_map, to, count, shape)
+        chunk.values[self.name] = RowSpread(row_id_map, to, count, shape)
 
     def dispatch(self, sent: Sequence[int], received: Sequence[int]) -> Mapping[str, Collective]:
         """Rows and their metadata to the members.
@@ -134,7 +134,7 @@ class Level:
 
     def merge(self, chunk: Chunk) -> None:
         """``rows [copies, h]`` to the sums over members, ``[n, h]``."""
-        done: Spread = chunk.values[self.name]
+        done: RowSpread = chunk.values[self.name]
         chunk.tensors["rows"] = sum_rows(
             chunk.tensors["rows"], done.row_id_map, done.to, done.shape
         )

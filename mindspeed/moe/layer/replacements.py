@@ -29,7 +29,7 @@ from mindspeed.moe.load.placed import placed
 from mindspeed.moe.pipe_experts import PipedExperts
 from mindspeed.moe.save.policy import ALL
 from mindspeed.moe.save.shared import SavedShared
-from mindspeed.moe.save.stage import Saving
+from mindspeed.moe.save.stage import ExpertSaving
 from mindspeed.te.expert_range import expert_range
 
 Replacement = Callable[[LayerCall, Stages], Stages]
@@ -40,7 +40,7 @@ def saving(call: LayerCall, stages: Stages) -> Stages:
     request, layer = call.request, call.layer
     if request.save == ALL and request.recompute_above is None:
         return stages
-    saved = Saving(
+    saved = ExpertSaving(
         request,
         stages.repeat,
         layer.config.moe_router_topk,
@@ -63,7 +63,7 @@ def saving(call: LayerCall, stages: Stages) -> Stages:
     return _shared(call, saved, stages)
 
 
-def _shared(call: LayerCall, saved: Saving, stages: Stages) -> Stages:
+def _shared(call: LayerCall, saved: ExpertSaving, stages: Stages) -> Stages:
     module, hidden = call.layer.shared_experts, call.hidden
     name = f"shared {saved.name}"
     shared = SavedShared(SharedHalves(module), module.parameters(), name, call.log)

@@ -41,7 +41,7 @@ _KEY = "saved_experts"
 
 @dataclass(frozen=True)
 class _Saved:
-    """The values that the stage leaves in the chunk for :meth:`Saving.schedule`."""
+    """The values that the stage leaves in the chunk for :meth:`ExpertSaving.schedule`."""
 
     experts: SavedExperts
     refetch: Refetch | None
@@ -49,7 +49,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class Saving:
+class ExpertSaving:
     """The experts of one call of a layer under its policy.
 
     Attributes:

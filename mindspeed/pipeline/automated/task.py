@@ -14,7 +14,7 @@ from mindspeed.pipeline.automated.search import Mode, search
 
 
 @dataclass(frozen=True)
-class Task:
+class ProfiledJob:
     """Job for which the profile is measured.
 
     Attributes:
@@ -41,7 +41,7 @@ class Task:
         return self.path.with_suffix(".profile.json")
 
 
-def report(task: Task, profile: Profile) -> str:
+def report(task: ProfiledJob, profile: Profile) -> str:
     """Write the profile, search, write the result; what to tell users."""
     profile.write(task.profile_path)
     text = f"automated pipeline: measured, {task.profile_path}"

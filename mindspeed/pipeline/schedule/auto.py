@@ -32,7 +32,7 @@ from mindspeed.parsing import decode_json
 from mindspeed.pipeline.schedule import orders
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
-from mindspeed.pipeline.schedule.front import Candidate, filled, least, priced, v_orders, within
+from mindspeed.pipeline.schedule.front import PricedPlan, filled, least, priced, v_orders, within
 from mindspeed.pipeline.schedule.orders import Rows
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
@@ -153,7 +153,7 @@ def _searched(placement: Placement, job: WeavingJob, memory_limit: float | None)
             found.vees()
         if not found.found:
             raise ConfigError(found.nothing(placement.loops))
-        return min(found.found, key=Candidate.rank).plan.rows
+        return min(found.found, key=PricedPlan.rank).plan.rows
 
     rows = shared((placement, job, memory_limit), search)
     return Plan(placement, rows, job.num_microbatches, job.sizes, "auto")
@@ -187,7 +187,7 @@ class _Search:
 
     def __init__(self, placement: Placement, job: WeavingJob, limit: float | None) -> None:
         self.placement, self.job, self.limit = placement, job, limit
-        self.found: list[Candidate] = []
+        self.found: list[PricedPlan] = []
         self.least = float("inf")
         self._seen: set[orders.Rows] = set()
 

@@ -68,7 +68,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class ScheduleJob:
     """Job for which schedules are compared.
 
     Attributes:
@@ -113,7 +113,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedSchedule:
     """A schedule and its price.
 
     Attributes:
@@ -131,11 +131,11 @@ class Priced:
     note: str = ""
 
 
-def compare(job: Job, names: Sequence[str] = tuple(ENTRIES)) -> list[Priced]:
+def compare(job: ScheduleJob, names: Sequence[str] = tuple(ENTRIES)) -> list[PricedSchedule]:
     return [_priced(job, name) for name in names]
 
 
-def _priced(job: Job, name: str) -> Priced:
+def _priced(job: ScheduleJob, name: str) -> PricedSchedule:
     changes: dict[str, Any]
     note = ""
     if name in ENTRIES:
@@ -160,5 +160,5 @@ def _priced(job: Job, name: str) -> Priced:
         )
         plan = build_plan(request, job.ranks, chunks, job.num_microbatches)
     except ConfigError as error:
-        return Priced(name, flags, None, str(error))
-    return Priced(name, flags, simulate(plan, costs), note=note)
+        return PricedSchedule(name, flags, None, str(error))
+    return PricedSchedule(name, flags, simulate(plan, costs), note=note)

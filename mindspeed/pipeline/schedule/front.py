@@ -32,7 +32,7 @@ _BEST = 3  # blocks that are woven for all micro-batches in every way
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PricedPlan:
     """A plan and its price.
 
     Attributes:
@@ -60,20 +60,20 @@ class Candidate:
         return round(self.time, 6), round(self.peak, 6), self.simulation.counts["I"]
 
 
-def priced(plan: Plan, costs: Costs, origin: str = "") -> Candidate:
+def priced(plan: Plan, costs: Costs, origin: str = "") -> PricedPlan:
     """``plan`` with reductions, and its price."""
     reduced = with_reductions(plan)
-    return Candidate(reduced, simulate(reduced, costs), origin)
+    return PricedPlan(reduced, simulate(reduced, costs), origin)
 
 
-def filled(plan: Plan, costs: Costs, cap: float, origin: str = "") -> Candidate:
+def filled(plan: Plan, costs: Costs, cap: float, origin: str = "") -> PricedPlan:
     """``plan`` with split backwards within a memory limit, and its price."""
     caps = [cap] * plan.placement.ranks
     return priced(joined(split_backwards(plan, costs, caps), costs), costs, origin)
 
 
 @lru_cache(maxsize=8)
-def front(ranks: int, job: WeavingJob) -> tuple[Candidate, ...]:
+def front(ranks: int, job: WeavingJob) -> tuple[PricedPlan, ...]:
     """The schedules on a V that no other beats in both time and memory, least memory first."""
     found: dict[float, list[_Trial]] = {}
     for block, least in _blocks(ranks, job):
@@ -85,7 +85,7 @@ def front(ranks: int, job: WeavingJob) -> tuple[Candidate, ...]:
         _woven(trial.block, job, cap) for cap, trials in found.items() for trial in _best(trials)
     ]
     points += _known_orders(ranks, job)
-    envelope: list[Candidate] = []
+    envelope: list[PricedPlan] = []
     for point in sorted(points, key=lambda one: (round(one.peak, 6), one.rank())):
         if not envelope or point.time < envelope[-1].time - 1e-6:
             envelope.append(point)
@@ -93,7 +93,7 @@ def front(ranks: int, job: WeavingJob) -> tuple[Candidate, ...]:
 
 
 @lru_cache(maxsize=8)
-def within(ranks: int, job: WeavingJob, cap: float) -> Candidate | None:
+def within(ranks: int, job: WeavingJob, cap: float) -> PricedPlan | None:
     """The fastest schedule of a building block on a V that keeps at most ``cap``."""
     blocks = [block for block, least in _blocks(ranks, job) if least <= cap + _ROUNDING]
     bounds = [_least_time(block, job, cap) for block in blocks]
@@ -104,7 +104,7 @@ def within(ranks: int, job: WeavingJob, cap: float) -> Candidate | None:
         trials[number] = _Trial(_estimate(blocks[number], job, cap), blocks[number])
     tried = [trials[number] for number in sorted(trials)]
     found = [_woven(trial.block, job, cap) for trial in _best(tried)]
-    return min(found, key=Candidate.rank, default=None)
+    return min(found, key=PricedPlan.rank, default=None)
 
 
 def least(ranks: int, job: WeavingJob) -> tuple[float, Walk]:
@@ -156,12 +156,12 @@ def _estimate(block: Block, job: WeavingJob, cap: float) -> float:
     return second + (second - first) / p * (m - 3 * p)
 
 
-def _woven(block: Block, job: WeavingJob, cap: float) -> Candidate:
+def _woven(block: Block, job: WeavingJob, cap: float) -> PricedPlan:
     found = woven(block, job, cap, str(block.walk))
     return priced(joined(found.plan, job.costs), job.costs, str(block.walk))
 
 
-def _known_orders(ranks: int, job: WeavingJob) -> Iterator[Candidate]:
+def _known_orders(ranks: int, job: WeavingJob) -> Iterator[PricedPlan]:
     placement, m = Placement.snake(ranks, 2), job.num_microbatches
     for name, rows in v_orders(ranks, m, not job.whole):
         plan = Plan(placement, rows, m, job.sizes, name)

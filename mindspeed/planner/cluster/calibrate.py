@@ -43,7 +43,7 @@ _MEDIANS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class CalibrationSettings:
     """Figures to measure, and the effort.
 
     Attributes:
@@ -64,7 +64,7 @@ class Settings:
     seconds: float = 0.01
 
 
-def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
+def calibrate(settings: CalibrationSettings, base: Cluster, *, keep_peak: bool) -> Cluster:
     """Measure the devices and links of this job. Collective: all ranks get the same result.
 
     Args:
@@ -111,7 +111,7 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
     return same
 
 
-def watch_of(settings: Settings) -> Stopwatch:
+def watch_of(settings: CalibrationSettings) -> Stopwatch:
     """Times what all ranks run together."""
     hardware = device.current()
     agree = _largest_of_ranks(hardware.torch_device())
@@ -181,7 +181,7 @@ def _median_samples(own: Sequence[Sample]) -> list[Sample]:
     ]
 
 
-def _slowdown(hardware: device.Device, watch: Stopwatch, settings: Settings) -> float:
+def _slowdown(hardware: device.Device, watch: Stopwatch, settings: CalibrationSettings) -> float:
     """Slowdown of matrix products while all ranks run an all-reduce."""
     where = hardware.torch_device()
     size = max(1, settings.largest // 2)

@@ -93,7 +93,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Program:
+class RatedJob:
     """A job, for its rates.
 
     Attributes:
@@ -118,12 +118,12 @@ class Program:
         return PRECISIONS.get(self.precision)
 
 
-def program_of(args: argparse.Namespace) -> Program:
+def program_of(args: argparse.Namespace) -> RatedJob:
     """The program of a job, from its final values."""
     moe, parallel = MixtureOfExperts.of(args), Parallel.of(args)
     vocab = read(ModelConfig, args).padded_vocab_size
     flexible = moe.count > 0 and moe.dispatcher == "flex"
-    return Program(
+    return RatedJob(
         Precision.of(args).name,
         job_kind(args).precision,
         frozenset({vocab // parallel.tensor, moe.count} - {0}),
@@ -133,7 +133,7 @@ def program_of(args: argparse.Namespace) -> Program:
     )
 
 
-PLAIN = Program()
+PLAIN = RatedJob()
 """A job in bf16."""
 
 
@@ -144,7 +144,7 @@ class DeviceRates:
         routed: seconds of products of experts.
     """
 
-    def __init__(self, cluster: Cluster, program: Program = PLAIN) -> None:
+    def __init__(self, cluster: Cluster, program: RatedJob = PLAIN) -> None:
         self._cluster, self._device = cluster, cluster.device
         self.program = program
         self.routed = 0.0

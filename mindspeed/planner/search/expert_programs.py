@@ -17,7 +17,7 @@ from mindspeed.flags import read
 from mindspeed.instruments.clock import Link
 from mindspeed.job import Precision
 from mindspeed.models.model_config import ModelConfig
-from mindspeed.moe.comparison import ENTRIES, Job, Priced, compare, rates_of
+from mindspeed.moe.comparison import ENTRIES, LayerJob, PricedProgram, compare, rates_of
 from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.sizes import Sizes
 from mindspeed.planner.cluster import Cluster
@@ -66,7 +66,7 @@ class ExpertPrograms:
         attention = Attention(
             tokens * found.inputs, tokens * found.per_key * length / 2, tokens * found.output
         )
-        priced = compare(Job(sizes, self._rates, tp, attention=attention), searched_programs())
+        priced = compare(LayerJob(sizes, self._rates, tp, attention=attention), searched_programs())
         none = {one.name: f"expert program: {one.reason}" for one in priced if one.reason}
         return none | {name: WORSE for name in dominated(priced)}
 
@@ -87,7 +87,7 @@ class ExpertPrograms:
         )
 
 
-def dominated(priced: Sequence[Priced]) -> list[str]:
+def dominated(priced: Sequence[PricedProgram]) -> list[str]:
     """Programs than which another is as fast and keeps as little, and better in one of both."""
     found = []
     for one in priced:

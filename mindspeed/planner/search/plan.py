@@ -40,7 +40,7 @@ from mindspeed.planner.search.result import (
     front_of,
 )
 from mindspeed.planner.search.selective import subsets
-from mindspeed.planner.search.space import SEARCHED, Sizes, Space
+from mindspeed.planner.search.space import SEARCHED, JobSizes, Space
 
 if TYPE_CHECKING:
     from mindspeed.planner.search.evaluator import JobEvaluator
@@ -88,7 +88,7 @@ def plan(
     names = SEARCHED if search is None else tuple(search)
     _check_names([*names, *(fix or {})])
     args, own = _own(argv, devices)
-    sizes = Sizes.of(args, own.devices)
+    sizes = JobSizes.of(args, own.devices)
     space = Space.of(sizes, machine.levels[0].size or 8).only(names, own)
     given = (fix or {}).items()
     space = space.with_values({n: v if isinstance(v, list) else [v] for n, v in given})
@@ -171,7 +171,7 @@ def _with_programs(
 
 
 def _with_modules(
-    space: Space, sizes: Sizes, evaluator: JobEvaluator, modules: Sequence[str]
+    space: Space, sizes: JobSizes, evaluator: JobEvaluator, modules: Sequence[str]
 ) -> Space:
     """Add sets of modules that are computed again, measured in the layout that may be fastest."""
     plain = space.with_values({"recompute": [Recompute()]}).layouts(sizes, Counter())

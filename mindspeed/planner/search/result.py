@@ -11,7 +11,7 @@ from mindspeed.planner.cluster import GIB
 from mindspeed.planner.layout import Layout
 
 if TYPE_CHECKING:
-    from mindspeed.planner.interval import Spread
+    from mindspeed.planner.interval import PredictionFactors
     from mindspeed.planner.time.prediction import Prediction
 
 TOLERANCE = 0.05
@@ -163,7 +163,7 @@ class SearchResult:
     wall_seconds: float = 0.0
     tolerance: float = TOLERANCE
     notes: tuple[str, ...] = field(default=())
-    interval: Spread | None = None
+    interval: PredictionFactors | None = None
     assumed: str = ""
     priced: tuple[tuple[Layout, Prediction], ...] = ()
     searched: Mapping[str, Sequence[str]] = field(default_factory=dict)

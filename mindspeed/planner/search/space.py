@@ -33,7 +33,7 @@ Point = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class JobSizes:
     """Sizes of a job that its layout must divide.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sizes:
     lacking: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, args: argparse.Namespace, devices: int) -> Sizes:
+    def of(cls, args: argparse.Namespace, devices: int) -> JobSizes:
         """Read the sizes of a job, on ``devices`` ranks, from its final values in any layout."""
         model = read(ModelConfig, args)
         heads = model.num_attention_heads
@@ -103,7 +103,7 @@ def stage_layers(
     return tuple(longest - (stage in lighter) for stage in range(stages)) if fewer else None
 
 
-def reason_against(name: str, sizes: Sizes, point: Point) -> str | None:
+def reason_against(name: str, sizes: JobSizes, point: Point) -> str | None:
     """The reason why no layout with these values exists; None: one may.
 
     Args:
@@ -119,7 +119,7 @@ def _first(*found: tuple[Any, str]) -> str | None:
     return next((reason for holds, reason in found if holds), None)
 
 
-def _tensor(sizes: Sizes, point: Point) -> str | None:
+def _tensor(sizes: JobSizes, point: Point) -> str | None:
     tp, groups, aligned = point["tp"], sizes.query_groups, sizes.aligned
     return _first(
         (sizes.devices % tp, "devices are not divisible by tp"),
@@ -129,7 +129,7 @@ def _tensor(sizes: Sizes, point: Point) -> str | None:
     )
 
 
-def _context(sizes: Sizes, point: Point) -> str | None:
+def _context(sizes: JobSizes, point: Point) -> str | None:
     tp, cp = point["tp"], point["cp"]
     return _first(
         (sizes.devices % (tp * cp), "devices are not divisible by tp x cp"),
@@ -137,12 +137,12 @@ def _context(sizes: Sizes, point: Point) -> str | None:
     )
 
 
-def _experts(sizes: Sizes, point: Point) -> str | None:
+def _experts(sizes: JobSizes, point: Point) -> str | None:
     indivisible = point["ep"] > 1 and (not sizes.experts or sizes.experts % point["ep"])
     return _first((indivisible, "experts are not divisible by ep"))
 
 
-def _pipeline(sizes: Sizes, point: Point) -> str | None:
+def _pipeline(sizes: JobSizes, point: Point) -> str | None:
     tp, cp, ep, pp = (point[name] for name in ("tp", "cp", "ep", "pp"))
     inner = (tp if point["etp"] is None else point["etp"]) * ep * pp
     return _first(
@@ -151,16 +151,16 @@ def _pipeline(sizes: Sizes, point: Point) -> str | None:
     )
 
 
-def _replicas(sizes: Sizes, point: Point) -> int:
+def _replicas(sizes: JobSizes, point: Point) -> int:
     return sizes.devices // int(point["tp"] * point["cp"] * point["pp"])
 
 
-def _micro_batch(sizes: Sizes, point: Point) -> str | None:
+def _micro_batch(sizes: JobSizes, point: Point) -> str | None:
     rest = sizes.global_batch_size % (point["mbs"] * _replicas(sizes, point))
     return _first((rest, "the global batch is not divisible by mbs x dp"))
 
 
-def _chunks(sizes: Sizes, point: Point) -> str | None:
+def _chunks(sizes: JobSizes, point: Point) -> str | None:
     vpp, pp = point["vpp"], point["pp"]
     return _first(
         (vpp > 1 and pp == 1, "vpp needs pp of at least 2"),
@@ -177,7 +177,7 @@ def _chunks_of(point: Point) -> int:
     return 2 if _v_shaped(point) else int(point["vpp"])
 
 
-def _schedule(sizes: Sizes, point: Point) -> str | None:
+def _schedule(sizes: JobSizes, point: Point) -> str | None:
     schedule, pp = point["schedule"], point["pp"]
     if schedule is None:
         return None
@@ -191,7 +191,7 @@ def _schedule(sizes: Sizes, point: Point) -> str | None:
     )
 
 
-def _split(sizes: Sizes, point: Point) -> str | None:
+def _split(sizes: JobSizes, point: Point) -> str | None:
     stages, split = point["pp"] * _chunks_of(point), point["split"]
     if stage_layers(sizes.num_layers, stages, split, _v_shaped(point)) is not None:
         return None
@@ -200,7 +200,7 @@ def _split(sizes: Sizes, point: Point) -> str | None:
     return "layers are not divisible by pp x vpp" if split == "even" else _UNEVEN
 
 
-def _sharding(sizes: Sizes, point: Point) -> str | None:
+def _sharding(sizes: JobSizes, point: Point) -> str | None:
     shards = point["optimizer"] in ("zero2", "zero3")
     return _first(
         (shards and point["pp"] > 1, "ZeRO 2 and 3 have no pipeline"),
@@ -209,7 +209,7 @@ def _sharding(sizes: Sizes, point: Point) -> str | None:
 
 
 _UNEVEN = "layers are divisible by pp x vpp, so no stage has fewer"
-_CHECKS: Mapping[str, Callable[[Sizes, Point], str | None]] = {
+_CHECKS: Mapping[str, Callable[[JobSizes, Point], str | None]] = {
     "tp": _tensor,
     "cp": _context,
     "ep": _experts,
@@ -262,7 +262,7 @@ class Space:
     memory: tuple[tuple[str, ...] | None, ...] = (None,)
 
     @classmethod
-    def of(cls, sizes: Sizes, node_size: int = 8) -> Space:
+    def of(cls, sizes: JobSizes, node_size: int = 8) -> Space:
         """Default space of a search.
 
         Tensor parallelism stays within a node; a rank keeps at least 2,048 tokens of a sequence,
@@ -317,7 +317,7 @@ class Space:
         """Replace the values of some dimensions."""
         return replace(self, **{name: tuple(chosen) for name, chosen in values.items()})
 
-    def layouts(self, sizes: Sizes, removed: Counter[str]) -> Iterator[Layout]:
+    def layouts(self, sizes: JobSizes, removed: Counter[str]) -> Iterator[Layout]:
         """Yield all combinations that can exist, each once.
 
         Args:
@@ -367,7 +367,7 @@ def text_of(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _layout(sizes: Sizes, point: Mapping[str, Any]) -> Layout:
+def _layout(sizes: JobSizes, point: Mapping[str, Any]) -> Layout:
     values = {**point, "vpp": _chunks_of(point)}
     stages = values["pp"] * values["vpp"]
     split, layers = values.pop("split"), None

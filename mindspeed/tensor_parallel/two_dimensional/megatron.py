@@ -30,10 +30,10 @@ from mindspeed.tensor_parallel.megatron import class_of, submodules_of, with_sub
 from mindspeed.tensor_parallel.two_dimensional import grid as ranks_of_grid
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid, from_grid, to_grid, token_order
 from mindspeed.tensor_parallel.two_dimensional.megatron_modules import (
+    GridLayers,
     GridLinear,
     GridNorm,
     GridNormLinear,
-    Layers,
 )
 
 
@@ -77,7 +77,9 @@ class GridTransformerLayer(TransformerLayer):
 
     first_of_chunk = last_of_chunk = False
 
-    def __init__(self, config: Any, *, layers: Layers, pg_collection: Any, **options: Any) -> None:
+    def __init__(
+        self, config: Any, *, layers: GridLayers, pg_collection: Any, **options: Any
+    ) -> None:
         grid = layers.grid
         groups, here = copy.copy(pg_collection), copy.copy(config)
         groups.tp, groups.cp = grid.x, grid.sequence
@@ -128,7 +130,7 @@ _NORM_FIRST = {"TELayerNormColumnParallelLinear"}
 _SECOND = {"TERowParallelLinear", "RowParallelLinear"}
 
 
-def on_grid(block: Any, config: Any, layers: Layers) -> Any:
+def on_grid(block: Any, config: Any, layers: GridLayers) -> Any:
     """The specs of a model chunk's layers with the modules of this package.
 
     Raises:
@@ -156,7 +158,7 @@ def _check(config: Any, grid: Grid) -> None:
             raise ConfigError(f"--tp-2d does not work with {name}: remove one of them")
 
 
-def _layer(spec: ModuleSpec, layers: Layers) -> ModuleSpec:
+def _layer(spec: ModuleSpec, layers: GridLayers) -> ModuleSpec:
     parts = spec.submodules
     if class_of(spec) is not TransformerLayer or class_of(parts.mlp) is not MLP:
         raise _unavailable(f"{class_of(spec).__name__} with {class_of(parts.mlp).__name__}")
@@ -174,14 +176,14 @@ def _layer(spec: ModuleSpec, layers: Layers) -> ModuleSpec:
     return replace(spec, module=GridTransformerLayer, params=params, submodules=parts)
 
 
-def _with(spec: Any, names: Sequence[str], layers: Layers) -> Any:
+def _with(spec: Any, names: Sequence[str], layers: GridLayers) -> Any:
     modules = submodules_of(spec)
     return with_submodules(
         spec, **{name: _module(getattr(modules, name), layers) for name in names}
     )
 
 
-def _module(spec: Any, layers: Layers) -> Any:
+def _module(spec: Any, layers: GridLayers) -> Any:
     module = class_of(spec)
     name = module.__name__
     if module is IdentityOp:

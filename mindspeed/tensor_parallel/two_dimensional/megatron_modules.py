@@ -28,7 +28,7 @@ from mindspeed.tensor_parallel.two_dimensional.norm import norm
 
 
 @dataclass(frozen=True)
-class Layers:
+class GridLayers:
     """Groups and options of the layers of a model.
 
     Attributes:
@@ -79,7 +79,7 @@ class GridLinear(torch.nn.Module):
         *,
         config: Any,
         init_method: Any,
-        layers: Layers,
+        layers: GridLayers,
         second: bool,
         bias: bool = True,
         skip_bias_add: bool = False,
@@ -188,7 +188,7 @@ class GridNormLinear(GridLinear):
 class GridNorm(torch.nn.Module):
     """RMSNorm or LayerNorm on the grid; weight and bias ``[h]``."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float, layers: Layers) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float, layers: GridLayers) -> None:
         super().__init__()
         self.config, self.eps, self.grid = config, eps, layers.grid
         self.weight, self.bias = _norm_vectors(hidden_size, config)
