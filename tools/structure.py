@@ -62,8 +62,8 @@ EDGES = {
     "mindspeed/training/resolve_data.py": "final values of the data",
     "mindspeed/training/resolve_parallel.py": "final values",
     "mindspeed/training/resolve_run.py": "final values",
+    "mindspeed/training/resolve_zero.py": "final values: what --zero-stage stands for",
     "mindspeed/training/setup.py": "Megatron's process groups and generators",
-    "mindspeed/training/zero.py": "final values: what --zero-stage stands for",
 }
 """Modules that read or write the namespace of flags, because they translate it -> what to."""
 

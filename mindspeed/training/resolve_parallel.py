@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from mindspeed import device
 from mindspeed.device import host_memory
 from mindspeed.errors import ConfigError
-from mindspeed.training import zero
+from mindspeed.training import resolve_zero
 
 _BYTES_OF_A_RANK = 256 << 20  # torch and Megatron Core, imported
 
@@ -94,7 +94,7 @@ def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         )
     if tp == 1:
         args.sequence_parallel = False
-    yield from zero.complete(args, args.expert_model_parallel_size)
+    yield from resolve_zero.complete(args, args.expert_model_parallel_size)
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         yield "--overlap-param-gather needs --use-distributed-optimizer"
     if args.overlap_param_gather and not args.overlap_grad_reduce:

@@ -73,7 +73,7 @@ def test_contradictions_are_refused(flags, message, base):
 
 
 def test_stages_with_experts_are_refused_where_one_adam_cannot_update_both_meshes(monkeypatch):
-    from mindspeed.training import zero
+    from mindspeed.training import resolve_zero
 
     flags = SimpleNamespace(
         zero_stage=3,
@@ -83,12 +83,12 @@ def test_stages_with_experts_are_refused_where_one_adam_cannot_update_both_meshe
         save=None,
         given_flags=[],
     )
-    monkeypatch.setattr(zero, "_sharded", lambda args, flag: iter(()))
-    monkeypatch.setattr(zero, "fused_adam_takes_several_meshes", lambda: False)
-    (text,) = zero.complete(flags, expert_parallel=2)
+    monkeypatch.setattr(resolve_zero, "_sharded", lambda args, flag: iter(()))
+    monkeypatch.setattr(resolve_zero, "fused_adam_takes_several_meshes", lambda: False)
+    (text,) = resolve_zero.complete(flags, expert_parallel=2)
     assert "--expert-model-parallel-size above 1 need torch 2.9" in text
-    monkeypatch.setattr(zero, "fused_adam_takes_several_meshes", lambda: True)
-    assert not list(zero.complete(flags, expert_parallel=2))
+    monkeypatch.setattr(resolve_zero, "fused_adam_takes_several_meshes", lambda: True)
+    assert not list(resolve_zero.complete(flags, expert_parallel=2))
 
 
 def test_adapters_beside_a_16_bit_model_get_the_optimizer_that_can_be_saved(base):
