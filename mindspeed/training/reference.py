@@ -262,10 +262,8 @@ class _Repeated:
         return self._items[index % len(self._items)]
 
 
-def _compute(
-    args: argparse.Namespace, tokenizer: TextTokenizer, modules: list[Any], prefix: str, path: Path
-) -> None:
-    """Run the reference model over a data set and write its log-probabilities. Collective."""
+def _pairs_of(args: argparse.Namespace, tokenizer: TextTokenizer, prefix: str) -> PreferenceDataset:
+    """The pairs of a data set, each once, in the order of its files."""
     options = read(DataOptions, args)
     files = PreferenceFiles(prefix, options.mmap_bin_files)
     config = PreferenceConfig(
@@ -278,14 +276,21 @@ def _compute(
         pack=options.pack_sequences,
         shuffle=False,
     )
-    pairs = PreferenceDataset(files, prefix, np.arange(len(files)), None, Split.train, config)
+    return PreferenceDataset(files, prefix, np.arange(len(files)), None, Split.train, config)
+
+
+def _compute(
+    args: argparse.Namespace, tokenizer: TextTokenizer, modules: list[Any], prefix: str, path: Path
+) -> None:
+    """Run the reference model over a data set and write its log-probabilities. Collective."""
+    pairs = _pairs_of(args, tokenizer, prefix)
     ranks = parallel_state.get_data_parallel_group()
     each = Batch.of(args).micro // data.rows_of_a_sample(args)  # items of a micro-batch
     count = -(-len(pairs) // (each * ranks.size()))
     repeated = _Repeated(pairs, count * each * ranks.size())
     model_config = transformer_config(args)
     readers = data.micro_batches(args, model_config, repeated, 0, tokenizer)
-    found = np.zeros((len(files), 2), np.float32)
+    found = np.zeros((len(pairs.dataset), 2), np.float32)
     done = 0
     while done < count:
         now = min(AT_ONCE, count - done)
