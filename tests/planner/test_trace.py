@@ -38,11 +38,11 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
     "--expert-model-parallel-size 2 --transformer-impl transformer_engine "
 )
-PAIRS = (
-    f"{APART}{EXPERTS}--tensor-model-parallel-size 1 --num-layers 12 --moe-fb-overlap "
-    "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
-    "--pipeline-model-parallel-layout Ett|tttt|tttt|ttL"
+PAIRED = (
+    f"{APART}{EXPERTS}--tensor-model-parallel-size 1 --moe-fb-overlap "
+    "--pipeline-schedule dualpipev --pipeline-model-parallel-size "
 )
+PAIRS = f"{PAIRED}2 --num-layers 12 --pipeline-model-parallel-layout Ett|tttt|tttt|ttL"
 CASES = {
     "uneven stages": (32, 24, FOUR + "--num-layer-list 3,1,2,2"),
     "equal stages": (24, 24, APART + "--num-layers 24 --pipeline-model-parallel-size 6"),
@@ -68,6 +68,7 @@ CASES = {
     "zb-v experts": (16, 24, APART + EXPERTS + V),
     "pairs of a V": (4, 24, PAIRS),
     "pairs of a V, its ends": (4, 24, PAIRS),
+    "pairs of a V, four ranks": (8, 80, f"{PAIRED}4 --num-layers 16"),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
     "context, core attention again, one copy of weights": (
@@ -93,6 +94,7 @@ STAGES = {
     "uneven stages": (0, 3),
     "equal stages": (1, 4),
     "pairs of a V": (1,),
+    "pairs of a V, four ranks": (1, 3),
     "interleaved": (3,),
     "interleaved experts": (2, 7),
     "interleaved experts, computed again": (1,),
