@@ -331,6 +331,23 @@ def test_messages_that_may_be_freed_anywhere_are_refused(example):
         templates.freeing(template((9, -7, 2)), ((-5, "activations"),), known)
 
 
+def grown(one, longer, times: int):
+    """A template of a layer that a longer chunk has as well, grown so many times."""
+    key = templates.Key(recording.Part.LAYER, "F")
+    small, large = (
+        templates.Templates({key: x}, surroundings.messages_near, 1) for x in (one, longer)
+    )
+    return small.grown([templates.Growth(small, large, (times,), 1)]).found[key]
+
+
+def test_layers_that_grow_free_the_same_message():
+    one, longer = template((9, -5, 2), (1,)), template((9, -3, -5, 2), (2,))
+    found = grown(one, longer, 2)
+    assert (found.deltas, found.messages) == ((9, -3, -3, -5, 2), (3,))
+    with pytest.raises(templates.NotSpliceable, match="frees more messages"):
+        grown(one, replace(longer, messages=(1, 2)), 2)
+
+
 def bare_and_real(real: tuple):
     """Recordings of an action and a gap, with a byte for what real layers hold."""
     part, row = recording.Part, (recording.Place("F", 0, 0), recording.Place("B", 0, 0))

@@ -379,18 +379,21 @@ def _repeated(key: Key, one: Template, others: Others, affine: Template) -> Temp
                     f"{key}: {_short(one.deltas[i:j])} bytes become {_short(other.deltas[k:n])} "
                     "in longer chunks"
                 )
+    if any(len(other.messages) != len(one.messages) for _, other, _ in others):
+        raise NotSpliceable(f"{key}: frees more messages in longer chunks")
     deltas: list[int] = []
     kinds: list[str] = []
+    places: list[int] = []
     for at in range(len(one.deltas) + 1):
         for delta, kind in insertions.get(at, ()):
             deltas.append(delta)
             kinds.append(kind)
         if at < len(one.deltas):
+            places.append(len(deltas))
             deltas.append(one.deltas[at] + changes[at])
             kinds.append(one.kinds[at])
-    if one.messages and len(deltas) != len(one.deltas):
-        raise NotSpliceable(f"{key}: frees a message and grows with the layers")
-    return _with_deltas(affine, deltas, kinds)
+    messages = tuple(places[at] for at in one.messages)
+    return replace(_with_deltas(affine, deltas, kinds), messages=messages)
 
 
 def _with_deltas(one: Template, deltas: Sequence[int], kinds: Sequence[str]) -> Template:
