@@ -21,7 +21,8 @@ LLAMA = {
     "moe_shared_expert_intermediate_size": None, "seq_length": 8192, "micro_batch_size": 1,
     "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 8, "data_parallel_size": 16,
     "virtual_pipeline_model_parallel_size": None, "use_distributed_optimizer": True,
-    "sequence_parallel": True, "recompute_granularity": "selective", "is_hybrid_model": False,
+    "sequence_parallel": True, "recompute_granularity": "selective", "recompute_method": None,
+    "recompute_num_layers": None, "is_hybrid_model": False,
     "quick_geglu": False, "geglu": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 14336, "moe_layer_freq": 2}

@@ -203,7 +203,7 @@ def test_a_job_in_fp8_is_timed_as_rows_in_fp8_are_priced(benchmark):
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
     from mindspeed.planner import isolated
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.cluster.rates import DeviceRates, Program
+    from mindspeed.planner.cluster.rates import DeviceRates, RatedJob
     from mindspeed.planner.count.recorder import record
     from mindspeed.planner.count.recording import Point
     from mindspeed.planner.job import Job
@@ -223,7 +223,7 @@ def test_a_job_in_fp8_is_timed_as_rows_in_fp8_are_priced(benchmark):
     cluster = dataclasses.replace(cluster, device=device)
     recorded = isolated.call(recordings.record, Job(flags.split()), point)
     plain = recordings.replay(recorded, DeviceRates(cluster))
-    program = Program("bf16", "fp8", frozenset({32001}))
+    program = RatedJob("bf16", "fp8", frozenset({32001}))
     priced = recordings.replay(recorded, DeviceRates(cluster, program))
     words = [*flags.split(), "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
     planned = isolated.call(record, Job(words), point, cluster)
