@@ -37,7 +37,8 @@ def test_logits_are_those_of_the_dequantised_model(form, adapted, tp, base, rank
     args = (quantized_ranks.compared, folder, adapter if adapted else None, tp, form)
     for found in ranks(tp, *args, setup=SETUP):
         (logits, text), (expected, other) = found["stored"], found["plain"]
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        # Logits reach 6, and products of stored weights round otherwise.
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=5e-5)
         assert text == other and found["weights"] == 8
         low, high = BITS[form]
         assert low <= found["bits"] <= high
