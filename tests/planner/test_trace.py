@@ -71,6 +71,12 @@ CASES = {
     "pairs of a V, four ranks": (8, 80, f"{PAIRED}4 --num-layers 16"),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
+    "experts in mxfp8": (
+        16,
+        16,
+        f"{APART}{EXPERTS}--num-layers 32 --tensor-model-parallel-size 1 "
+        "--pipeline-model-parallel-size 4 --fp8-format e4m3 --fp8-recipe mxfp8",
+    ),
     "context, core attention again, one copy of weights": (
         16,
         8,
@@ -95,6 +101,7 @@ STAGES = {
     "equal stages": (1, 4),
     "pairs of a V": (1,),
     "pairs of a V, four ranks": (1, 3),
+    "experts in mxfp8": (1,),
     "interleaved": (3,),
     "interleaved experts": (2, 7),
     "interleaved experts, computed again": (1,),
@@ -183,7 +190,7 @@ def test_spliced_seconds_are_those_of_the_whole_job():
 
 # What is computed again, and dense layers before experts, are in other rows and in test_walked.py.
 @pytest.mark.weekly_cases(
-    *("zb-h1", "context, *", "interleaved experts, *", "zb-v experts", "pairs of a V, *")
+    *("zb-h1", "context, *", "interleaved experts, *", "zb-v experts", "pairs of a V, *", "*mxfp8")
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
