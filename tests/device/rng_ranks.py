@@ -165,6 +165,28 @@ def states_round_trip_through_a_checkpoint() -> list[bool]:
     return results
 
 
+def steps_draw_the_same_again() -> list[bool]:
+    """A step that is computed again, with states that are replaced and that go on in place."""
+    from mindspeed.guard.megatron_replay import ReplayedStep
+
+    random, _ = _megatron_random()
+    results = []
+    for graphable in (False, True):
+        random.initialize_rng_tracker(force_reset=True, use_cudagraphable_rng=graphable)
+        tracker = random.get_cuda_rng_tracker()
+        tracker.add("model-parallel-rng", 3)
+
+        def drawn(tracker=tracker, **options: object) -> torch.Tensor:
+            with tracker.fork():
+                return torch.cat([torch.rand(3), torch.rand(2)])
+
+        step = ReplayedStep(drawn, {"model": [], "data_iterator": None})
+        first = step.run()
+        results += [torch.equal(first, step.run_again()) for _ in range(2)]
+        results.append(not torch.equal(first, drawn()))
+    return results
+
+
 def all_results() -> dict[str, object]:
     """Every check of this file; they share one process because importing Megatron is slow."""
     checks = (
@@ -172,6 +194,7 @@ def all_results() -> dict[str, object]:
         gradients_with_and_without_recomputation,
         forks_leave_the_host_generator_alone,
         states_round_trip_through_a_checkpoint,
+        steps_draw_the_same_again,
         unrepaired_device_generator,
     )
     return {check.__name__: check() for check in checks}

@@ -40,3 +40,7 @@ def test_nested_forks_continue_one_stream_and_leave_the_host_generator_alone(res
 
 def test_saved_states_continue_the_stream_as_tensors_and_as_generators(results):
     assert results["states_round_trip_through_a_checkpoint"] == [True, True]
+
+
+def test_a_step_that_is_computed_again_draws_the_same_numbers(results):
+    assert results["steps_draw_the_same_again"] == [True] * 6
