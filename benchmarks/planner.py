@@ -316,7 +316,13 @@ def write(rows: Sequence[Row], refused: Sequence[str], path: Path) -> None:
         table = csv.DictWriter(file, [*(item.name for item in fields(Row)), "error"])
         table.writeheader()
         for row in rows:
-            table.writerow({**asdict(row), "error": round(row.error, 4)})
+            values = {name: _stable(value) for name, value in asdict(row).items()}
+            table.writerow({**values, "error": round(row.error, 4)})
+
+
+def _stable(value: Any) -> Any:
+    """Numbers without the digits that differ from one processor to another."""
+    return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
 def read(path: Path) -> list[Row]:
