@@ -109,6 +109,14 @@ REFUSED = {
         OVERLAP | {"moe_layer_recompute": True},
         "--recompute-modules moe .*--moe-layer-recompute",
     ),
+    "modules-unselected": (
+        {"recompute_granularity": None, "recompute_modules": ["core_attn", "moe_act"]},
+        "--recompute-modules: .*no effect here.*add --recompute-granularity selective",
+    ),
+    "modules-of-whole-layers": (
+        {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
+        "--recompute-modules: .*no effect here",
+    ),
     "overlap-conversations": (OVERLAP | {"sft": True}, "where its documents begin"),
     "uneven-loss-mask": ({"eod_mask_loss": True, "context_parallel_size": 2}, "per-token-loss"),
     "offload-no-layer": ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
@@ -139,6 +147,12 @@ REFUSED = {
     "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
 ACCEPTED = {
+    "modules-by-default": {"recompute_granularity": None, "recompute_modules": ["core_attn"]},
+    "modules-of-activations": {
+        "recompute_granularity": None,
+        "recompute_activations": True,
+        "recompute_modules": ["mlp"],
+    },
     "muon-groups": FEW_GROUPS | {"num_query_groups": 4},
     "muon-whole": FEW_GROUPS | {"muon_split_qkv": False},
     "muon-all-heads": FEW_GROUPS | {"num_query_groups": 1, "group_query_attention": False},

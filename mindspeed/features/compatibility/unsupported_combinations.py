@@ -68,6 +68,13 @@ def _recomputes_experts(megatron: Megatron) -> bool:
     return selected or bool(megatron.get("moe_layer_recompute"))
 
 
+def _chooses_modules_in_vain(megatron: Megatron) -> bool:
+    """Whether modules are named and nothing is selected; configurations name core attention."""
+    modules = set(megatron.get("recompute_modules") or ()) - {"core_attn"}
+    selects = megatron.get("recompute_granularity", "selective") == "selective"
+    return bool(modules) and not selects and not megatron.get("recompute_activations")
+
+
 def _renormalised_top_1(megatron: Megatron) -> bool:
     return (
         megatron.get("moe_router_topk") == 1
@@ -290,6 +297,12 @@ RULES = (
         "--overlap-moe-expert-parallel-comm and --moe-fb-overlap run the parts of a mixture of "
         "experts one by one, so the layer as a whole is not recomputed",
         "leave moe out; moe_act recomputes the activations of experts",
+    ),
+    RefusedCombination(
+        _chooses_modules_in_vain,
+        "--recompute-modules",
+        "only --recompute-granularity selective recomputes modules: it has no effect here",
+        "add --recompute-granularity selective in place of another, or leave it out",
     ),
     RefusedCombination(
         _with("eod_mask_loss", _context_parallel, lambda m: not m.get("calculate_per_token_loss")),
