@@ -134,7 +134,7 @@ class StagePlan:
     Attributes:
         rank: the counted rank.
         peaks: peak bytes of each step: under the plan that keeps least, then under successive
-            plans, the last of which is ``layers``.
+            plans, up to ``layers``, the last one that fits.
         layers: number of each layer in the model (None: layers of multi-token prediction) and
             actions of its sites. Sites without an action keep their activations.
         seconds: modelled seconds that the plan adds to a micro-batch.
@@ -221,9 +221,16 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
         controller = Controller(settings, here, journal, lambda _: None, modelled_clock(cluster))
         with wrapped_by(ADAPTIVE, controller.with_schedule):
             step = StepOfRank(args, memory)
-            for _ in range(PROFILED + len(SHARES)):
+            tried = []
+            for number in range(PROFILED + len(SHARES)):
+                solution, plans = controller.solution, controller.plans()
                 step.run()
                 peaks.append(max(controller.peak, memory.peak))
+                if solution is not None:
+                    tried.append((number, solution, plans))
+        # The last plan is for all of the budget by prediction, of which a step may need a bit more.
+        fitting = [one for one in tried if peaks[one[0]] <= budget]
+        last, chosen, plans = (fitting or tried)[-1]
         chunks = controller.chunks
         numbers = [
             chunk_layers(chunk, step.model.config, at if len(chunks) > 1 else None).numbers
@@ -231,13 +238,13 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
         ]
         layers = tuple(
             (numbers[at][path], dict(sites))
-            for at, found in enumerate(controller.plans())
+            for at, found in enumerate(plans)
             for path, sites in found.items()
         )
-        chosen, smallest = controller.solution, controller.smallest_peak()
+        smallest = controller.smallest_peak()
         journal.undo()
-    assert chosen is not None and smallest is not None  # else an error was raised
-    return StagePlan(rank, tuple(peaks), layers, chosen.seconds, smallest.peak)
+    assert smallest is not None  # else an error was raised
+    return StagePlan(rank, tuple(peaks[: last + 1]), layers, chosen.seconds, smallest.peak)
 
 
 def _settings(args: argparse.Namespace, budget: int) -> BudgetSettings:
