@@ -100,7 +100,7 @@ STAGES = {
     "uneven stages": (0, 3),
     "equal stages": (1, 4),
     "pairs of a V": (1,),
-    "pairs of a V, four ranks": (1, 3),
+    "pairs of a V, four ranks": (1,),
     "experts in mxfp8": (1,),
     "interleaved": (3,),
     "interleaved experts": (2, 7),
