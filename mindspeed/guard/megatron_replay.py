@@ -18,6 +18,7 @@ import torch
 from mindspeed import device
 from mindspeed.adaptor.versions.trainer import collected_for_log
 from mindspeed.compare.megatron_modules import unwrapped
+from mindspeed.tensor_parallel.random_streams import copied_states
 
 
 class ReplayedStep:
@@ -118,7 +119,7 @@ class _State:
             np.random.get_state(),
             torch.get_rng_state(),
             self._generator.get_state(),
-            {name: _kept(state) for name, state in self._tracker.get_states().items()},
+            copied_states(self._tracker.get_states()),
         )
         self._buffers = [
             (one, one.clone()) for chunk in chunks for one in unwrapped(chunk).buffers()
@@ -132,7 +133,7 @@ class _State:
         np.random.set_state(numpy)
         torch.set_rng_state(host)
         self._generator.set_state(accelerator)
-        self._tracker.set_states({name: _kept(state) for name, state in tracked.items()})
+        self._tracker.set_states(copied_states(tracked))
         for buffer, value in self._buffers:
             buffer.copy_(value)
         for name, values in collected_for_log().items():
@@ -155,11 +156,6 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """What an optimizer would read: ``main_grad``, else ``grad``, of the parameter's shape."""
     found: torch.Tensor | None = getattr(parameter, "main_grad", parameter.grad)
     return found
-
-
-def _kept(state: Any) -> Any:
-    """A state of the tracker; it replaces tensors, and generators go on in place."""
-    return state.clone_state() if isinstance(state, torch.Generator) else state
 
 
 def _zero_gradients(chunk: Any) -> None:

@@ -38,18 +38,19 @@ class _Replay:
     """Streams as they were when it was made; afterwards they go on where they were before."""
 
     def __init__(self, tracker: Tracker) -> None:
-        self._tracker, self._first = tracker, _copy(tracker.get_states())
+        self._tracker, self._first = tracker, copied_states(tracker.get_states())
 
     def __enter__(self) -> None:
-        self._now = _copy(self._tracker.get_states())
-        self._tracker.set_states(_copy(self._first))
+        self._now = copied_states(self._tracker.get_states())
+        self._tracker.set_states(copied_states(self._first))
 
     def __exit__(self, *error: object) -> None:
         self._tracker.set_states(self._now)
 
 
-def _copy(states: dict[str, Any]) -> dict[str, Any]:
+def copied_states(states: dict[str, Any]) -> dict[str, Any]:
+    """States of a tracker as they are now: it replaces tensors, and generators go on in place."""
     return {
-        name: state.clone() if isinstance(state, torch.Tensor) else state
+        name: state.clone_state() if isinstance(state, torch.Generator) else state
         for name, state in states.items()
     }
