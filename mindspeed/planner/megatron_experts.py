@@ -34,7 +34,6 @@ from mindspeed.moe.sizes import Sizes
 from mindspeed.parsing import read_json
 from mindspeed.planner.cluster.measured_device import Stopwatch
 
-_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _NOT_COMPARED = ("node",)
 
 
@@ -92,7 +91,7 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
         ffn=model.moe_ffn_hidden_size or model.ffn_hidden_size,
         ep=parallel.expert,
         etp=parallel.expert_tensor,
-        itemsize=_ITEMSIZE[Precision.of(args).name],
+        itemsize=Precision.of(args).element,
         shared=model.moe_shared_expert_intermediate_size or 0,
         gated=model.swiglu,
     )
