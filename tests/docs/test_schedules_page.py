@@ -127,7 +127,8 @@ def test_schedules_are_those_of_the_clock(seen: Mapping[str, Any], place: int) -
         ((1, 1), (1.5, 0.5))[at[3]],
         ((0, False), (0.25, False), (0.25, True))[at[4]],
     )
-    job = schedules.Job(p, v, m, Costs(1, *gradients, exchange=exchange, layers=8), pairs=pairs)
+    costs = Costs(1, *gradients, exchange=exchange, layers=8)
+    job = schedules.ScheduleJob(p, v, m, costs, pairs=pairs)
     shown = seen["pipeline"][place]
     command = " ".join(["mindspeed pipeline plan", *filter(None, words(PARTS[0], at))])
     assert shown["command"] == command
