@@ -31,7 +31,7 @@ def main() -> None:
     for guard in GUARDS:
         flags = ["--guard", guard, "--guard-interval", "2"] if guard else []
         with tempfile.TemporaryDirectory() as folder:
-            seconds = train(args, folder, 3 + args.steps, flags)[0][2:]
+            seconds = train(args, folder, 1, 3 + args.steps, flags)[2:]
         for name, part in (("looked at", seconds[::2]), ("between", seconds[1::2])):
             found[f"{guard or 'none'}, {name}"] = statistics.median(part)
     base = statistics.median([found["none, looked at"], found["none, between"]])

@@ -45,8 +45,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Seconds per step of both loops, wall and CPU, and the ratios."""
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 
-    args, model, sets = _prepare(options, folder)
-    loops = {"ours": _our_step(args, model, sets), "hugging_face": _hf_step(args, sets)}
+    args, model, sets, tokenizer = _prepare(options, folder)
+    loops = {"ours": _our_step(args, model, sets, tokenizer), "hugging_face": _hf_step(args, sets)}
     wall: dict[str, list[float]] = {name: [] for name in loops}
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     for round_ in range(options.rounds + WARM_UP_ROUNDS):
@@ -67,8 +67,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
-    """Data, process groups and our model, as ``mindspeed pretrain`` makes them."""
+def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any, Any]:
+    """Arguments, our model, data and tokenizer, as ``mindspeed pretrain`` makes them."""
     import torch
 
     from mindspeed import recipes, session
@@ -76,7 +76,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
     from mindspeed.data.quickstart_corpus import write_python_docs
     from mindspeed.data.tokenizer import save_tokenizer, train_bpe
     from mindspeed.data.tokenizer_types import TokenizerOptions
-    from mindspeed.training import data, setup
+    from mindspeed.training import data, resolve_data, setup
     from mindspeed.training.arguments import build_parser
     from mindspeed.training.model import build
     from mindspeed.training.pretrain import count_batches
@@ -101,18 +101,20 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
     args = resolve(parse_with_recipe(words, build_parser()), world_size=1).args
     session.install().configure(vars(args))
     setup.initialize(args)
-    loaded = data.load_tokenizer(args)
+    loaded = resolve_data.load_tokenizer(args)
     count_batches(args)
     model = build(args)
-    return args, model, data.build_datasets(args, model.config, loaded)
+    return args, model, data.build_datasets(args, model.config, loaded), loaded
 
 
-def _our_step(args: argparse.Namespace, model: Any, sets: Any) -> Callable[[], float]:
+def _our_step(
+    args: argparse.Namespace, model: Any, sets: Any, tokenizer: Any
+) -> Callable[[], float]:
     from mindspeed.training import data
     from mindspeed.training.forward_step import checked, forward_step, sum_reports
     from mindspeed.training.step import Trainer
 
-    readers = data.micro_batches(args, model.config, sets.train, 0)
+    readers = data.micro_batches(args, model.config, sets.train, 0, tokenizer)
     trainer = Trainer(args, model, checked(forward_step, args, ()))
     for chunk in model.chunks:
         chunk.train()

@@ -103,7 +103,7 @@ class Table:
         return round(time / self.tick)
 
 
-def schedule(one: schedules.Priced) -> Table:
+def schedule(one: schedules.PricedSchedule) -> Table:
     """A pipeline schedule on the page."""
     found = one.simulation
     assert found is not None
@@ -112,7 +112,7 @@ def schedule(one: schedules.Priced) -> Table:
     )
 
 
-def program(one: programs.Priced) -> Table:
+def program(one: programs.PricedProgram) -> Table:
     """A program of experts on the page."""
     assert one.simulation is not None
     line = moe.visible(one.simulation.lanes)
