@@ -53,7 +53,6 @@ def test_it_is_megatrons_schedule(change, delayed):
         ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type is allgather"),
         ({"bf16": False}, "add --bf16 or --fp16"),
         ({"recompute_granularity": "full"}, "cannot be combined with --recompute-granularity full"),
-        ({"recompute_num_layers": 2}, "cannot be combined with --recompute-num-layers 2"),
         (PIPELINE, "give --num-layers-per-virtual-pipeline-stage"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1: at most 1, and only on two"),
     ],

@@ -48,7 +48,6 @@ def test_what_can_be_combined(flags, more):
 
 
 def test_counts_of_layers_that_can_be_combined():
-    assert problems(BUBBLE, recompute_num_layers=0) == ""
     assert problems(ADVANCE, enable_recompute_layers_per_pp_rank=True) == ""
 
 
@@ -61,7 +60,6 @@ def test_counts_of_layers_that_can_be_combined():
         ),
         ({"recompute_granularity": "selective"}, ["--recompute-granularity selective"]),
         (FULL, ["--recompute-granularity full", "remove one"]),
-        ({"recompute_num_layers": 2}, ["--recompute-num-layers 2", "or give 0"]),
         ({"recompute_in_advance": True, **FULL}, ["recompute-in-bubble", "recompute-in-advance"]),
     ],
     ids=str,

@@ -117,6 +117,14 @@ REFUSED = {
         {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
         "--recompute-modules: .*no effect here",
     ),
+    "layers-of-nothing": (
+        {"recompute_granularity": None, "recompute_num_layers": 2, "recompute_in_bubble": True},
+        "--recompute-num-layers: .*no effect.*add --recompute-granularity full",
+    ),
+    "method-of-nothing": (
+        {"recompute_granularity": None, "recompute_method": "block", "swap_attention": True},
+        "--recompute-method, .*no effect",
+    ),
     "overlap-conversations": (OVERLAP | {"sft": True}, "where its documents begin"),
     "uneven-loss-mask": ({"eod_mask_loss": True, "context_parallel_size": 2}, "per-token-loss"),
     "offload-no-layer": ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),

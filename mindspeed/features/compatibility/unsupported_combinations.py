@@ -75,6 +75,15 @@ def _chooses_modules_in_vain(megatron: Megatron) -> bool:
     return bool(modules) and not selects and not megatron.get("recompute_activations")
 
 
+def _counts_layers_in_vain(megatron: Megatron) -> bool:
+    """Whether a method or number is given for layers that nothing recomputes."""
+    number = megatron.get("recompute_num_layers") and not megatron.get("swap_attention")
+    granularity = megatron.get("recompute_granularity", "full")
+    recomputes = granularity or megatron.get("recompute_activations")
+    own = megatron.get("recompute_in_advance") or megatron.get("enable_recompute_layers_per_pp_rank")
+    return bool(number or megatron.get("recompute_method")) and not (recomputes or own)
+
+
 def _renormalised_top_1(megatron: Megatron) -> bool:
     return (
         megatron.get("moe_router_topk") == 1
@@ -303,6 +312,12 @@ RULES = (
         "--recompute-modules",
         "only --recompute-granularity selective recomputes modules: it has no effect here",
         "add --recompute-granularity selective in place of another, or leave it out",
+    ),
+    RefusedCombination(
+        _counts_layers_in_vain,
+        "--recompute-method, --recompute-num-layers",
+        "without --recompute-granularity no layer is recomputed: they have no effect",
+        "add --recompute-granularity full, or leave them out",
     ),
     RefusedCombination(
         _with("eod_mask_loss", _context_parallel, lambda m: not m.get("calculate_per_token_loss")),

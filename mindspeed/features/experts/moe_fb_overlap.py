@@ -130,15 +130,10 @@ def _requirements(name: str, megatron: Megatron) -> Iterator[Problem]:
         )
     if megatron.get("bf16") is False and megatron.get("fp16") is False:
         yield Problem(name, "is for 16-bit parameters", "add --bf16 or --fp16")
-    full = [
-        f"--{option.replace('_', '-')} {megatron[option]}"
-        for option in ("recompute_granularity", "recompute_method", "recompute_num_layers")
-        if megatron.get(option) not in (None, "selective")
-    ]
-    if full:
+    if megatron.get("recompute_granularity") == "full":
         yield conflict(
             name,
-            " ".join(full),
+            "--recompute-granularity full",
             "whole layers cannot be recomputed where their parts run one by one",
             "use --recompute-granularity selective",
         )

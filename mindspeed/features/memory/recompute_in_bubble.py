@@ -45,13 +45,6 @@ class RecomputeInBubble(
                 f"--recompute-granularity {granularity}",
                 "it chooses by itself what is recomputed",
             )
-        elif number := megatron.get("recompute_num_layers"):
-            yield conflict(
-                _FLAG,
-                f"--recompute-num-layers {number}",
-                "all layers of a chunk are stored, or none",
-                "remove it, or give 0",
-            )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         shared.attach_recomputation(seams, self.name, _FLAG, megatron, "bubble", None)
