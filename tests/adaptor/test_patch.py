@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import types
+import weakref
 
 import pytest
 from packaging.version import Version
@@ -245,6 +247,24 @@ def test_arguments_are_bound_by_name_with_defaults():
 
     assert parameter_names(function) == ["a", "b", "c"]
     assert bind(function, (1,), {"c": 4}) == {"a": 1, "b": 2, "c": 4}
+
+
+def test_a_signature_is_read_once_and_keeps_nothing_alive(monkeypatch):
+    class Layer:
+        def forward(self, x):
+            return x
+
+    read, signature = [], inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda one: (read.append(one), signature(one))[1])
+    layer = Layer()
+    for x in (1, 2):
+        assert bind(Layer.forward, (layer, x), {}) == {"self": layer, "x": x}
+        assert bind(layer.forward, (x,), {}) == {"x": x}
+    assert read.count(Layer.forward) == 1
+    del read[:]
+    kept = weakref.ref(layer)
+    del layer
+    assert kept() is None
 
 
 def test_asking_whether_a_module_is_initialising_imports_nothing():
