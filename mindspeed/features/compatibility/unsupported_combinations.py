@@ -78,10 +78,15 @@ def _chooses_modules_in_vain(megatron: Megatron) -> bool:
 def _counts_layers_in_vain(megatron: Megatron) -> bool:
     """Whether a method or number is given for layers that nothing recomputes."""
     number = megatron.get("recompute_num_layers") and not megatron.get("swap_attention")
-    granularity = megatron.get("recompute_granularity", "full")
-    recomputes = granularity or megatron.get("recompute_activations")
-    own = megatron.get("recompute_in_advance") or megatron.get("enable_recompute_layers_per_pp_rank")
-    return bool(number or megatron.get("recompute_method")) and not (recomputes or own)
+    recomputes = megatron.get("recompute_granularity", "full") or any(
+        megatron.get(name)
+        for name in (
+            "recompute_activations",
+            "recompute_in_advance",  # these two name the granularity that they need
+            "enable_recompute_layers_per_pp_rank",
+        )
+    )
+    return bool(number or megatron.get("recompute_method")) and not recomputes
 
 
 def _renormalised_top_1(megatron: Megatron) -> bool:
