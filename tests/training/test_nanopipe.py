@@ -20,7 +20,8 @@ CASES = {
     "packed documents": f"{TE} {CHUNKS} --reset-attention-mask --reset-position-ids",
     "variable lengths": f"{TE} --variable-seq-lengths",
     "LoRA": f"{CHUNKS} --lora-r 4 --lora-target-modules linear_qkv linear_fc1 linear_fc2",
-    "recompute": f"{TE} {CHUNKS} --recompute-granularity full --recompute-method uniform "
+    # Where all layers are, no backward is divided.
+    "recompute": f"{TE} --recompute-granularity full --recompute-method block "
     "--recompute-num-layers 1",
     "activations on the host": f"{TE} {CHUNKS} --swap-attention --swap-min-bytes 0",
     "fp8": f"{TE} {CHUNKS} --bf16 --fp8-format hybrid",
