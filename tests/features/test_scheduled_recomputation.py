@@ -48,6 +48,7 @@ def test_what_can_be_combined(flags, more):
 
 
 def test_counts_of_layers_that_can_be_combined():
+    assert problems(BUBBLE, recompute_num_layers=0) == ""
     assert problems(ADVANCE, enable_recompute_layers_per_pp_rank=True) == ""
 
 

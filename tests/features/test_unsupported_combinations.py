@@ -121,6 +121,14 @@ REFUSED = {
         {"recompute_granularity": None, "recompute_num_layers": 2, "recompute_in_bubble": True},
         "--recompute-num-layers: .*no effect.*add --recompute-granularity full",
     ),
+    "layers-of-bubbles": (
+        {"recompute_num_layers": 2, "recompute_in_bubble": True},
+        "--recompute-num-layers: .*no effect",
+    ),
+    "layers-of-pairs": (
+        {"recompute_num_layers": 2, "moe_fb_overlap": True},
+        "--recompute-num-layers: .*no effect",
+    ),
     "method-of-nothing": (
         {"recompute_granularity": None, "recompute_method": "block", "swap_attention": True},
         "--recompute-method, .*no effect",

@@ -78,7 +78,7 @@ def _chooses_modules_in_vain(megatron: Megatron) -> bool:
 def _counts_layers_in_vain(megatron: Megatron) -> bool:
     """Whether a method or number is given for layers that nothing recomputes."""
     number = megatron.get("recompute_num_layers") and not megatron.get("swap_attention")
-    recomputes = megatron.get("recompute_granularity", "full") or any(
+    recomputes = megatron.get("recompute_granularity") or any(
         megatron.get(name)
         for name in (
             "recompute_activations",
