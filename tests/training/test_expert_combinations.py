@@ -116,7 +116,7 @@ def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
     expected = trained(reference, program, DROPOUT)
     assert_same_training(trained(reference, program, f"{DROPOUT} {recompute}"), expected, norm=1e-6)
     pairs = zip(expected, reference.records, strict=False)  # it trained for more steps
-    assert max(abs(one["lm_loss"] - other["lm_loss"]) for one, other in pairs) > 5e-5
+    assert max(abs(one["lm_loss"] - other["lm_loss"]) for one, other in pairs) > 1e-4
 
 
 @pytest.mark.weekly_cases(

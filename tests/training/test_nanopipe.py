@@ -20,7 +20,7 @@ CASES = {
     "packed documents": f"{TE} {CHUNKS} --reset-attention-mask --reset-position-ids",
     "variable lengths": f"{TE} --variable-seq-lengths",
     "LoRA": f"{CHUNKS} --lora-r 4 --lora-target-modules linear_qkv linear_fc1 linear_fc2",
-    # Where all layers are, no backward is divided.
+    # Half of the layers: where all are computed again, no backward is divided.
     "recompute": f"{TE} --recompute-granularity full --recompute-method block "
     "--recompute-num-layers 1",
     "activations on the host": f"{TE} {CHUNKS} --swap-attention --swap-min-bytes 0",
