@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT, parsed
+
+sys.path.append(str(ROOT / "tools"))
+import structure
 
 FOLDERS = ("mindspeed", "tests", "tools", "benchmarks")
 OF_ANY_MODULE = frozenset({"__doc__", "__file__", "__name__", "__path__", "__dict__"})
@@ -93,7 +97,7 @@ def module(name: str, folder: Path) -> Path | None:
 
 def dotted(path: Path) -> str:
     """Name of the module in a file."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return structure.module_name(path.relative_to(ROOT).as_posix())
 
 
 def has(path: Path, name: str) -> bool:
