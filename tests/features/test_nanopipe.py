@@ -25,6 +25,7 @@ JOB = {
     "hidden_size": 64,
 }
 NANO = {"use_nanopipe": True}
+ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,8 @@ NANO = {"use_nanopipe": True}
         {"pipeline_schedule": "nanopipe"},
         {"pipeline_memory_limit": 1.0},
         {"microbatch_group_size_per_vp_stage": 8},
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        {**ALL_LAYERS, "pipeline_memory_limit": 2.0},
+        {**ALL_LAYERS, "recompute_method": "block", "recompute_num_layers": 1},
     ],
 )
 def test_possible_jobs(flags):
@@ -80,6 +82,11 @@ def test_possible_jobs(flags):
             "--use-nanopipe: cannot be combined with --use-transformer-engine-op-fuser",
         ),
         ({"pipeline_memory_limit": 0.3}, "--use-nanopipe: .* A of activations at"),
+        (ALL_LAYERS, "--use-nanopipe: has no effect, no backward is divided.* larger --pipeline"),
+        (
+            {**ALL_LAYERS, "use_nanopipe_swap": True, "virtual_pipeline_model_parallel_size": None},
+            "--use-nanopipe: has no effect",
+        ),
     ],
 )
 def test_impossible_jobs_are_refused(flags, text):

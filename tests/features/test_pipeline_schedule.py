@@ -24,6 +24,7 @@ JOB = {
     "micro_batch_size": 1,
     "data_parallel_size": 2,
 }
+ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform"}
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
@@ -40,6 +41,7 @@ def test_without_flags_megatrons_own_schedules_run():
     [
         {"pipeline_schedule": "1f1b"},
         {"pipeline_schedule": "zb-h1", "pipeline_memory_limit": 1.0},
+        {"pipeline_schedule": "zb-v", **ALL_LAYERS},
         {"pipeline_schedule": "1f1b", "pipeline_schedule_dump": "plan.csv"},
         {"pipeline_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2},
         {"pipeline_schedule": "aiao", "virtual_pipeline_model_parallel_size": 2},
@@ -106,6 +108,10 @@ def test_possible_schedules_are_taken(flags):
         (
             {"pipeline_schedule": "zb-h1", "overlap_moe_expert_parallel_comm": True},
             "--pipeline-schedule zb-h1: has no pairs of a forward and a backward; one of 1f1b,",
+        ),
+        (
+            {"pipeline_schedule": "zb-h1", **ALL_LAYERS},
+            "--pipeline-schedule zb-h1: has no effect, no backward is divided",
         ),
         ({"pipeline_schedule": "absent.csv"}, "absent.csv"),
     ],

@@ -69,7 +69,7 @@ def draw(seed: int) -> Drawn:
             layers, count = 2 * chance.randint(1, 3), pp * (count // pp)
             flags.append("--num-virtual-stages-per-pipeline-rank 2")
             flags = [one for one in flags if not one.startswith("--moe-layer-freq")]
-        elif many == "zb-h1" and not experts:
+        elif many == "zb-h1" and not experts and not any("full" in one for one in flags):
             flags.append("--pipeline-schedule zb-h1")
     flags.append(f"--micro-batch-size {mbs} --global-batch-size {count * mbs * dp}")
     flags.append(f"--num-layers {layers * pp} --pipeline-model-parallel-size {pp}")

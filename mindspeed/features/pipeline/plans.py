@@ -7,6 +7,7 @@ that does not exist for these sizes, or needs more memory than allowed, is refus
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed.errors import ConfigError
@@ -39,6 +40,16 @@ EXCLUDES = {
 """Arguments that no plan can be combined with, unless it has pairs."""
 EXCLUDES_OF_PAIRS = {name: why for name, why in EXCLUDES.items() if name != _OWN}
 """The same of a plan that may have pairs of a forward and a backward."""
+_DIVIDED = ("nanopipe", "zb-h1")
+"""Kinds that are 1F1B with some backwards divided."""
+_NOTHING_DIVIDED = (
+    "has no effect, no backward is divided: a weight gradient that waits keeps more than the "
+    "forward of a recomputed layer, which memory does not allow"
+)
+_DIVIDE_SOME = (
+    "give a larger --pipeline-memory-limit, recompute fewer layers (--recompute-method block "
+    "--recompute-num-layers N), or remove it"
+)
 
 
 def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
@@ -94,7 +105,11 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
     try:
         for smaller in ramped_microbatches(megatron):
             build_plan(request, ranks, chunks, smaller)
-        return build_plan(request, ranks, chunks, count)
+        plan = build_plan(request, ranks, chunks, count)
+        whole = replace(request, kind="1f1b", swap=False)
+        if request.kind in _DIVIDED and plan.rows == build_plan(whole, ranks, chunks, count).rows:
+            return Problem(flag, _NOTHING_DIVIDED, _DIVIDE_SOME)
+        return plan
     except ConfigError as error:
         return Problem(flag, str(error))
 
