@@ -82,7 +82,7 @@ def measure(words: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="NAME", help=f"one of {', '.join(COMMANDS)}")
+    parser.add_argument("--only", choices=list(COMMANDS), help="one of the commands")
     parser.add_argument("--json", metavar="FILE", type=Path, default=RESULTS)
     own = parser.parse_args()
     compileall.compile_dir(Path(mindspeed.__file__).parent, quiet=1)
