@@ -25,8 +25,10 @@ def random_states() -> dict[str, str]:
         "device": device.current().generator().get_state(),
         **get_cuda_rng_tracker().get_states(),
     }
-    return {
-        name: hashlib.sha1(state.cpu().numpy().tobytes()).hexdigest()[:16]
-        for name, state in states.items()
-        if isinstance(state, torch.Tensor)
-    }
+    return {name: _digest(state) for name, state in states.items()}
+
+
+def _digest(state: torch.Tensor | torch.Generator) -> str:
+    """Digest of a state; a tracker that CUDA graphs can capture has generators."""
+    values = state.get_state() if isinstance(state, torch.Generator) else state
+    return hashlib.sha1(values.cpu().numpy().tobytes()).hexdigest()[:16]
