@@ -113,6 +113,10 @@ REFUSED = {
         {"recompute_granularity": None, "recompute_modules": ["core_attn", "moe_act"]},
         "--recompute-modules: .*no effect here.*add --recompute-granularity selective",
     ),
+    "modules-of-nothing": (
+        {"recompute_modules": ["mlp"]},
+        "--recompute-modules: .*no effect here",
+    ),
     "modules-of-whole-layers": (
         {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
         "--recompute-modules: .*no effect here",

@@ -71,7 +71,7 @@ def _recomputes_experts(megatron: Megatron) -> bool:
 def _chooses_modules_in_vain(megatron: Megatron) -> bool:
     """Whether modules are named and nothing is selected; configurations name core attention."""
     modules = set(megatron.get("recompute_modules") or ()) - {"core_attn"}
-    selects = megatron.get("recompute_granularity", "selective") == "selective"
+    selects = megatron.get("recompute_granularity") == "selective"
     return bool(modules) and not selects and not megatron.get("recompute_activations")
 
 
