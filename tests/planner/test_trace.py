@@ -42,6 +42,7 @@ PAIRED = (
     f"{APART}{EXPERTS}--tensor-model-parallel-size 1 --moe-fb-overlap "
     "--pipeline-schedule dualpipev --pipeline-model-parallel-size "
 )
+SHORT_PAIRS = f"{PAIRED}2 --num-layers 8 --pipeline-model-parallel-layout Et|ttt|ttt|tL"
 PAIRS = f"{PAIRED}2 --num-layers 12 --pipeline-model-parallel-layout Ett|tttt|tttt|ttL"
 CASES = {
     "uneven stages": (32, 24, FOUR + "--num-layer-list 3,1,2,2"),
@@ -66,7 +67,8 @@ CASES = {
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "zb-v experts": (16, 24, APART + EXPERTS + V),
-    "pairs of a V": (4, 24, PAIRS),
+    "pairs of a V": (4, 24, SHORT_PAIRS),
+    "pairs of a V, longer stages": (4, 24, PAIRS),
     "pairs of a V, its ends": (4, 24, PAIRS),
     "pairs of a V, four ranks": (8, 80, f"{PAIRED}4 --num-layers 16"),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
@@ -100,6 +102,7 @@ STAGES = {
     "uneven stages": (0, 3),
     "equal stages": (1, 4),
     "pairs of a V": (1,),
+    "pairs of a V, longer stages": (1,),
     "pairs of a V, four ranks": (1,),
     "experts in mxfp8": (1,),
     "interleaved": (3,),
@@ -188,9 +191,10 @@ def test_spliced_seconds_are_those_of_the_whole_job():
     assert [forward, backward] == pytest.approx(expected, rel=0.03)
 
 
-# What is computed again, and dense layers before experts, are in other rows and in test_walked.py.
+# What is computed again, and dense layers before experts, are in other rows and in test_walked.py;
+# experts and several chunks in the rows of each, and together in pairs.
 @pytest.mark.weekly_cases(
-    *("zb-h1", "context, *", "interleaved experts, *", "zb-v experts", "pairs of a V, *", "*mxfp8")
+    *("zb-h1", "context, *", "interleaved experts*", "zb-v experts", "pairs of a V, *", "*mxfp8")
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)

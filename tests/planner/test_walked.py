@@ -14,8 +14,8 @@ from tests.planner.oracle_jobs import AREAS, LISTED, SEEDS
 UNSPLICED = ("latent attention: experts", 0)
 """Asked without the splice."""
 DAILY = (
-    *("1F1B: deep", "interleaved: four stages", "recomputed: stages", "paddings: eight replicas"),
-    *("adapters: stages, recomputed", 1, 2),
+    *("interleaved: four stages", "recomputed: stages", "paddings: eight replicas"),
+    *("adapters: stages, recomputed", 1),
 )
 
 
