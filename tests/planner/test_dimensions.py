@@ -149,6 +149,12 @@ EXPERTS = (
     "--moe-grouped-gemm --untie-embeddings-and-output-weights --global-batch-size 4 "
     "--use-flash-attn"
 )
+MEMORY = [
+    (),
+    ("flash-attention", "swap-optimizer"),
+    ("flash-attention", "recompute-norm", "swap-attention"),
+    ("flash-attention", "swap-attention", "swap-optimizer"),
+]
 BEST = {
     "a module again": (
         SMALL,
@@ -173,8 +179,12 @@ BEST = {
     ),
     "memory options": (
         SMALL,
-        {"search": ("memory",), "fix": {"tp": 1, "mbs": 4}, "memory_limit": 380 << 20},
-        {"memory": ("flash-attention", "swap-attention", "swap-optimizer")},
+        {
+            "search": ("memory",),
+            "fix": {"tp": 1, "mbs": 4, "memory": MEMORY},
+            "memory_limit": 380 << 20,
+        },
+        {"memory": MEMORY[-1]},
     ),
     "a pair of micro-batches": (
         EXPERTS,
