@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import functools
 import os
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -20,6 +21,9 @@ import torch
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.testing import RankPool
 from tests.support.lazy import HEAVY
+
+SERVERS = "MINDSPEED_TEST_SERVERS"
+"""Variable with the directory of the servers that all workers share."""
 
 # How long an example takes depends on who else uses the machine.
 hypothesis.settings.register_profile(
@@ -38,9 +42,20 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, except from ``-m cuda``: what all other tests state holds on the CPU."""
+    """Hide GPUs, except from ``-m cuda``: what all other tests state holds on the CPU.
+
+    All workers share their servers of ranks, each of which has imported for seconds.
+    """
     if config.option.markexpr != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not hasattr(config, "workerinput"):
+        os.environ[SERVERS] = tempfile.mkdtemp(prefix="ranks-", dir="/tmp")  # sockets: short paths
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the servers of ranks."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(SERVERS), ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -143,7 +158,7 @@ def adaptor_first() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def rank_pool(temporary_files: Path) -> Iterator[RankPool]:
     """One pool for the session; its servers start when a test first needs them."""
-    with RankPool() as pool:
+    with RankPool(shared=Path(os.environ[SERVERS])) as pool:
         yield pool
 
 
@@ -158,7 +173,7 @@ def npu_pool(temporary_files: Path) -> Iterator[RankPool]:
     """Like `rank_pool`, with device npu: skips when the torch_npu wheel is not available."""
     from tests.npu_emulator import fixtures
 
-    with fixtures.npu_pool() as pool:
+    with fixtures.npu_pool(Path(os.environ[SERVERS])) as pool:
         yield pool
 
 

@@ -10,7 +10,8 @@ or unfinished collective can leak from one test into the next, and a crashed or 
 killed.
 
 The server does not unpickle arguments or results and runs no thread, so forking is safe. It exits,
-with all ranks, when its caller closes the connection or dies. Only
+with all ranks, when its caller closes the connection or dies. One that several callers share forks
+a copy of itself for each, and exits when none has been there for a while. Only
 :mod:`mindspeed.testing.ranks` starts it.
 """
 
@@ -24,6 +25,7 @@ import importlib.util
 import os
 import pickle
 import random
+import select
 import signal
 import socket
 import sys
@@ -94,6 +96,8 @@ def tail(path: Path, size: int) -> str:
 
 GRACE_SECONDS = 0.3  # after a first failure: time for the root cause to overtake its consequences
 OUTPUT_TAIL_BYTES = 20_000
+IDLE_SECONDS = 30.0  # a shared server without callers ends then
+READY = b"ready"  # to the caller of a shared server
 MOST_CROWDED = 4.0  # a load that is not this machine's own does not stretch a hang without end
 # Imported before the first fork: the first optimizer or dispatch mode of a process imports dynamo.
 WARM_MODULES = ("torch.distributed", "torch._dynamo", "mindspeed.testing")
@@ -210,6 +214,7 @@ def _call(rank: int, request: RankRequest, port: int, folder: Path) -> Any:
         "MASTER_PORT": str(port),
     }
     os.environ.update(launched | dict(request.env))
+    tempfile.tempdir = None  # found again: that of the caller
     torch.set_num_threads(1)
     random.seed(1234)
     torch.manual_seed(1234)
@@ -355,15 +360,53 @@ def _answer(request: RankRequest, control: Connection) -> Reply:
     except BaseException:
         return Reply(failures=[Failure(0, "raised", traceback.format_exc())])
     gc.freeze()  # a collection in a rank would write to, and so copy, every page of the server
-    with tempfile.TemporaryDirectory(prefix="mindspeed-ranks-") as folder:
+    where = request.env["TMPDIR"]
+    with tempfile.TemporaryDirectory(prefix="mindspeed-ranks-", dir=where) as folder:
         return _Supervisor(request, control, Path(folder)).run()
 
 
+def _share(listener: socket.socket, setup_failures: list[Failure]) -> None:
+    """Serve each caller in a copy of this process.
+
+    Until there has been none for a while, or the socket is removed.
+    """
+    path, callers, end = listener.getsockname(), set[int](), time.monotonic() + IDLE_SECONDS
+    while os.path.exists(path) and (callers or time.monotonic() < end):
+        for pid in list(callers):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                callers.remove(pid)
+                end = time.monotonic() + IDLE_SECONDS
+        if not select.select([listener], [], [], 0.5)[0]:
+            continue
+        connection, _ = listener.accept()
+        if (pid := os.fork()) == 0:
+            listener.close()
+            die_with_parent()
+            control = Connection(connection.detach())
+            with contextlib.suppress(EOFError, ConnectionError):
+                control.send_bytes(READY)
+                _serve(control, setup_failures)
+            os._exit(0)
+        connection.close()
+        callers.add(pid)
+
+
 def main(argv: list[str]) -> None:
-    """Serves requests on file descriptor `argv[0]` after importing the modules `argv[1:]`."""
-    control = Connection(int(argv[0]))
+    """Serves requests on socket `argv[0]` after importing the modules `argv[1:]`.
+
+    The socket is connected to the one caller, or callers connect to it; then no caller waits for
+    the end of this process.
+    """
+    own = socket.socket(fileno=int(argv[0]))
+    shared = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if shared and os.fork():
+        os._exit(0)
+    failures = _import_failures([*WARM_MODULES, *argv[1:]])
     with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
-        _serve(control, _import_failures([*WARM_MODULES, *argv[1:]]))
+        if shared:
+            _share(own, failures)
+        else:
+            _serve(Connection(own.detach()), failures)
     os._exit(0)  # nothing to tear down, and torch would take a second for it
 
 

@@ -17,6 +17,8 @@ seconds with that rank's traceback, exit code or stack on top.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import importlib
 import io
 import os
@@ -24,11 +26,13 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from mindspeed.testing.rank_server import Failure, RankRequest, Reply
+from mindspeed.testing.rank_server import READY, Failure, RankRequest, Reply
 
 DEFAULT_TIMEOUT = 60.0
 MOST_SERVERS = 4  # of a pool, 0.4 GB each with Megatron; the one used least recently ends first
@@ -41,6 +45,7 @@ WORKER_ENVIRONMENT = {
     "MINDSPEED_DEVICE": "cpu",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
 }
+_ATTEMPTS = 3  # to reach a shared server that may be about to end
 _SERVER_COMMAND = "import sys; from mindspeed.testing.rank_server import main; main(sys.argv[1:])"
 
 
@@ -94,9 +99,14 @@ class RankPool:
     Args:
         environment: variables of every rank, besides those that make gloo quiet and
             single-threaded on the loopback interface.
+        shared: a directory with a short path; pools of several processes that name the same one
+            have their servers in common, which outlive a pool by half a minute.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None):
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, shared: Path | None = None
+    ) -> None:
+        self._shared = shared
         self._environment = {**WORKER_ENVIRONMENT, **(environment or {})}
         self._servers: dict[str, _Server] = {}
 
@@ -143,7 +153,7 @@ class RankPool:
             payload=pickle.dumps(args),
             timeout=timeout,
             backend=backend,
-            env=dict(env or {}),
+            env={"TMPDIR": tempfile.gettempdir(), **(env or {})},
             path=[os.path.abspath(entry) for entry in sys.path],
         )
         reply = self._server(setup).ask(request)
@@ -160,7 +170,10 @@ class RankPool:
         if server is None or not server.alive():
             while len(self._servers) >= MOST_SERVERS:
                 self._servers.pop(next(iter(self._servers))).close()
-            server = _Server(setup, self._environment)
+            if self._shared is None:
+                server = _Server.start(setup, self._environment)
+            else:
+                server = _Server.shared(setup, self._environment, self._shared)
         self._servers[setup] = server  # the last one is the one used most recently
         return server
 
@@ -177,24 +190,46 @@ class RankPool:
 
 
 class _Server:
-    """The caller's end of one rank server process."""
+    """The caller's end of a connection to a rank server, which it may have started."""
 
-    def __init__(self, setup: str, environment: Mapping[str, str]):
+    def __init__(self, control: Connection, process: subprocess.Popen[bytes] | None = None):
+        self._control, self._process = control, process
+
+    @classmethod
+    def start(cls, setup: str, environment: Mapping[str, str]) -> _Server:
+        """A server of this process alone, which ends with the connection."""
         ours, theirs = socket.socketpair()
-        names = [setup] if setup else []
-        search_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER_COMMAND, str(theirs.fileno()), *names],
-            env={**os.environ, **environment, "PYTHONPATH": search_path},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the caller only, which then closes the server
-        )
-        theirs.close()
-        self._control = Connection(ours.detach())
+        process = _start(theirs, setup, environment)
+        return cls(Connection(ours.detach()), process)
+
+    @classmethod
+    def shared(cls, setup: str, environment: Mapping[str, str], folder: Path) -> _Server:
+        """A server of all processes that name the folder; the first one starts it."""
+        key = hashlib.sha1(repr((setup, sorted(environment.items()))).encode()).hexdigest()[:12]
+        path = folder / key
+        for _ in range(_ATTEMPTS):
+            with open(folder / f"{key}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                client = socket.socket(socket.AF_UNIX)
+                try:
+                    client.connect(str(path))
+                except (FileNotFoundError, ConnectionRefusedError):  # none yet, or none any more
+                    path.unlink(missing_ok=True)
+                    listener = socket.socket(socket.AF_UNIX)
+                    listener.bind(str(path))
+                    listener.listen(64)
+                    _start(listener, setup, environment).wait()
+                    client.connect(str(path))
+            control = Connection(client.detach())
+            with contextlib.suppress(EOFError, ConnectionError):  # it was just about to end
+                if control.recv_bytes() == READY:
+                    return cls(control)
+            control.close()
+        raise RuntimeError(f"the rank server of {setup or 'torch'} ends at once: {path}")
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        ended = self._control.closed or self._control.poll()  # it never speaks between calls
+        return not ended
 
     def ask(self, request: RankRequest) -> Reply:
         try:
@@ -202,9 +237,9 @@ class _Server:
             return pickle.loads(self._control.recv_bytes())
         except (EOFError, ConnectionError):
             self.close()
+            code = "" if self._process is None else f" with exit code {self._process.returncode}"
             raise RuntimeError(
-                f"the rank server ended with exit code {self._process.returncode}, "
-                f"its last words are on standard error"
+                f"the rank server ended{code}, its last words are on standard error"
             ) from None
         except BaseException:  # Ctrl-C in the middle of a call: the connection has lost its place
             self.close()
@@ -212,11 +247,30 @@ class _Server:
 
     def close(self) -> None:
         self._control.close()
+        if self._process is None:
+            return
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _start(
+    theirs: socket.socket, setup: str, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a server with a socket, which is closed here."""
+    names = [setup] if setup else []
+    search_path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER_COMMAND, str(theirs.fileno()), *names],
+        env={**os.environ, **environment, "PYTHONPATH": search_path},
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches the caller only, which then closes the server
+    )
+    theirs.close()
+    return process
 
 
 def run_ranks(

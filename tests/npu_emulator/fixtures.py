@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mindspeed.testing import RankPool
@@ -11,9 +13,9 @@ from tests.support.wheels import WheelUnavailable
 PRELOAD = "tests.npu_emulator.preload"
 
 
-def npu_pool() -> RankPool:
+def npu_pool(shared: Path) -> RankPool:
     """A pool whose servers are given ``setup=PRELOAD``, or a module that imports it first."""
     try:
-        return RankPool(environment())
+        return RankPool(environment(), shared)
     except WheelUnavailable as reason:
         pytest.skip(f"NPU emulator: {reason}")

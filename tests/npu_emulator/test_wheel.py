@@ -43,7 +43,7 @@ def test_the_wheel_is_installed_once_without_dependencies(cache, monkeypatch):
 def test_without_an_index_the_tests_skip_with_the_reason_of_pip(cache, monkeypatch):
     calls = pip(monkeypatch, 1, "WARNING: retrying\nERROR: No matching distribution found")
     with pytest.raises(pytest.skip.Exception, match="No matching distribution found"):
-        fixtures.npu_pool()
+        fixtures.npu_pool(cache)
     with pytest.raises(wheel.WheelUnavailable):
         wheel.ensure_wheel()  # a failed installation leaves nothing behind
     assert len(calls) == 2

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -212,3 +213,35 @@ def test_a_pool_closes_its_servers():
         pool.run(1, own_environment)
         (server,) = pool._servers.values()
     assert not server.alive()
+
+
+def parents() -> tuple[int, int]:
+    """Processes of the caller's copy of the server, and of the server."""
+    copy = os.getppid()
+    return copy, int(Path("/proc", str(copy), "stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.slow
+def test_pools_that_share_a_directory_share_a_server():
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir="/tmp") as folder:
+        one, other = RankPool(shared=Path(folder)), RankPool(shared=Path(folder))
+        with one, other:
+            ((copy, server),) = one.run(1, parents)
+            ((other_copy, same),) = other.run(1, parents)
+            assert server == same and copy != other_copy
+            with pytest.raises(RankError, match="exited with code 7"):
+                one.run(2, one_rank_dies, 1, "exit")
+            one.close()
+            assert other.run(1, parents) == [(other_copy, server)]
+            os.kill(server, signal.SIGKILL)
+            wait_for_the_end_of(other_copy)
+            ((_, another),) = other.run(1, parents)  # starts one again
+            assert another != server
+    wait_for_the_end_of(another)  # as its directory is gone
+
+
+def wait_for_the_end_of(pid: int) -> None:
+    end = time.monotonic() + 60
+    while Path("/proc", str(pid)).exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
