@@ -114,17 +114,18 @@ def has(path: Path, name: str) -> bool:
 
 @cache
 def names_of(path: Path) -> frozenset[str]:
-    """Names at the top of a file."""
-    return frozenset(_at_the_top(parsed(path)))
+    """Names at the top of a file, and those that its functions make there."""
+    names = set(_at_the_top(parsed(path)))
+    if "global " in path.read_text():
+        found = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Global))
+        names.update(name for node in found for name in node.names)
+    return frozenset(names)
 
 
 def _at_the_top(tree: ast.AST) -> Iterator[str]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-            yield from (
-                one for sub in ast.walk(node) if isinstance(sub, ast.Global) for one in sub.names
-            )
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
         else:
