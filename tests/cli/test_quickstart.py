@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from rich.console import Console
 from mindspeed.cli import quickstart
 from mindspeed.cli.main import COMMANDS
 from mindspeed.cli.quickstart_plan import QUESTIONS, TRACKER, QuickstartStep, typed, words
+from mindspeed.data import quickstart_corpus
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
 from tests.support import commands_job
 from tests.support.lazy import needs
@@ -212,6 +214,16 @@ def test_answers_are_shown_after_their_questions(tmp_path):
     assert quickstart.answers(path) == "is KeyError an exception? Yes\nis len an exception? No"
 
 
+# Less to compute, beside fewer iterations. The whole corpus is what tests/data is about.
+MODULES = 50
+SHORT = {
+    "pretrain": (
+        *("--eval-iters=1", "--micro-batch-size=4", "--global-batch-size=8"),
+        *("--save-interval=8", "--split=90,9,1"),  # each part gets one of few documents
+    )
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_short_quickstart_and_its_repetition(ranks, tmp_path, capsys, monkeypatch):
@@ -230,7 +242,15 @@ def test_a_short_quickstart_and_its_repetition(ranks, tmp_path, capsys, monkeypa
     monkeypatch.setattr(
         quickstart, "_run_subprocess", lambda command, log, console: forked(command)
     )
-    monkeypatch.setattr(quickstart, "_train", lambda step, log, console: forked(step.command))
+    monkeypatch.setattr(
+        quickstart,
+        "_train",
+        lambda step, log, console: forked(step.command + SHORT.get(step.command[0], ())),
+    )
+    documented = quickstart_corpus._modules
+    monkeypatch.setattr(
+        quickstart_corpus, "_modules", lambda stdlib: itertools.islice(documented(stdlib), MODULES)
+    )
     plan = make_plan("--workdir", tmp_path / "qs", "--iters", 16)
     small = arguments("--workdir", plan.workdir, "--iters", 16)
     assert quickstart.run(small) == 0
