@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import threading
+import urllib.request
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 KEY = "a key of our own"
@@ -201,3 +206,54 @@ def leaving(folder: str) -> Any:
     asyncio.run(read_one())
     engine.close()
     return len(passes)
+
+
+RANK = "import sys; from mindspeed.cli.main import main; assert main(sys.argv[1:]) == 0"
+
+
+def _rank(command: list[str], env: dict[str, str]) -> Any:
+    """A fork in the place of ``python -m mindspeed ...``."""
+    from tests.training.launch_ranks import Fork
+
+    return Fork([command[0], "-c", RANK, *command[3:]], env)
+
+
+def launched(words: list[str], bodies: list[dict[str, Any]], key: str) -> Any:
+    """``mindspeed serve``, which launches its ranks, until a SIGINT; all are forks.
+
+    Returns:
+        The first texts of its answers, its status, and what it and its ranks said.
+    """
+    import signal
+
+    from mindspeed.cli.main import main
+    from mindspeed.training import launch
+
+    launch.subprocess = SimpleNamespace(Popen=_rank)  # type: ignore[assignment]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 2)
+        for name in ("RANK", "WORLD_SIZE"):  # the command is no rank of a job
+            del os.environ[name]
+        os.environ["MINDSPEED_API_KEY"] = key
+        os._exit(main(words))
+    os.close(write)
+    with open(read) as messages:
+        log = ""
+        while (address := re.search(r"running on (http://\S+)", log)) is None:
+            line = messages.readline()
+            assert line, log
+            log += line
+        texts = [_completion(address[1], body, key) for body in bodies]
+        os.kill(child, signal.SIGINT)
+        log += messages.read()
+    return texts, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), log
+
+
+def _completion(address: str, body: dict[str, Any], key: str) -> str:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{address}/v1/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(json.load(answer)["choices"][0]["text"])

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import urllib.request
 
 import pytest
 import torch
@@ -464,36 +458,12 @@ def test_wrong_flags_are_refused_before_the_model_is_loaded(words, message, caps
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_a_server_on_two_ranks_answers_and_ends_well(tiny):
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    env["MINDSPEED_API_KEY"] = "k"
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
+def test_a_server_on_two_ranks_answers_and_ends_well(ranks, tiny):
     words = ["serve", f"--load=hf:{tiny[0]}", "--tp=2", "--port=0", "--model-name=tiny"]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mindspeed", *words], env=env, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        address, log = None, ""
-        while address is None:
-            line = server.stderr.readline()
-            assert line, log
-            log += line
-            address = re.search(r"running on (http://\S+)", line)
-        body = {"prompt": "the cat", "temperature": 0, "max_tokens": 6}
-        request = urllib.request.Request(
-            address[1] + "/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": "Bearer k"},
-        )
-        for _ in range(2):
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                text = json.load(answer)["choices"][0]["text"]
-            assert text == greedy_text(tiny, "the cat", 6)
-        server.send_signal(signal.SIGINT)
-        rest = server.communicate(timeout=120)[1]
-        assert server.returncode == 0, log + rest
-        assert "Traceback" not in log + rest
-    finally:
-        server.kill()
-        server.wait()
+    body = {"prompt": "the cat", "temperature": 0, "max_tokens": 6}
+    given = words, [body] * 2, "k"
+    found = ranks(1, server_ranks.launched, *given, setup=SETUP, backend=None, timeout=200)
+    ((texts, status, log),) = found
+    assert texts == [greedy_text(tiny, "the cat", 6)] * 2
+    assert status == 0, log
+    assert "Traceback" not in log
