@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -15,14 +17,12 @@ from tests.support.trainer_job import TINY
 ROOT = re.compile(r"mindspeed: warning: running as root.*\n")
 
 
-def pretrain(*flags: str, **environment: str) -> tuple[str, str]:
+def pretrain(*flags: str) -> tuple[str, str]:
     """Standard output and standard error of a run."""
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed", "pretrain", *TINY, *flags],
-        env={k: v for k, v in os.environ.items() if k not in unset}
-        | {"MINDSPEED_DEVICE": "cpu"}
-        | environment,
+        env={k: v for k, v in os.environ.items() if k not in unset} | {"MINDSPEED_DEVICE": "cpu"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -63,7 +63,20 @@ def test_a_training_with_the_local_spec_prints_one_log_and_no_warnings(ranks, tm
     assert first_words(output) == LOG
 
 
+def warned_at_import(requested: bool) -> list[str]:
+    """What a module of Megatron warns of that is imported after the command has begun."""
+    sys.warnoptions[:] = ["default"] * requested  # of PYTHONWARNINGS or -W
+    warnings.resetwarnings()
+    status, _, errors = commands_job.run(["pretrain", *TINY, "--nproc", "1", "--dry-run"])
+    assert status == 0, errors
+    with warnings.catch_warnings(record=True) as shown:
+        importlib.reload(sys.modules["megatron.core.models.backends"])
+    return [str(warning.message) for warning in shown]
+
+
 @pytest.mark.slow
-def test_requested_warnings_are_shown(tmp_path):
-    _, errors = pretrain("--nproc", "1", "--train-iters", "1", PYTHONWARNINGS="default")
-    assert "Apex is not installed" in errors
+def test_requested_warnings_are_shown(ranks):
+    options = {"setup": commands_job.SETUP, "backend": None}
+    [requested] = ranks(1, warned_at_import, True, **options)
+    assert "Apex is not installed" in requested[0]
+    assert ranks(1, warned_at_import, False, **options) == [[]]
