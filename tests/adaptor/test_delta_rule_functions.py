@@ -14,7 +14,7 @@ from mindspeed.errors import ConfigError
 from tests.adaptor import delta_rule_ranks as ranks_of
 from tests.support.release import brought_by
 
-SETUP = "mindspeed.megatron_adaptor"
+SETUP = "tests.support.warm"
 pytestmark = brought_by("0.16")
 
 

@@ -24,9 +24,7 @@ MAX_TARGETS = 30  # without repairs and later names, which go when upstream has 
 
 @pytest.mark.slow
 def test_arguments_spec_and_chunk_are_called_in_this_order_by_one_patch(ranks):
-    (found,) = ranks(
-        1, seam_ranks.around_construction, setup="mindspeed.megatron_adaptor", timeout=240
-    )
+    (found,) = ranks(1, seam_ranks.around_construction, setup="tests.support.warm", timeout=240)
     assert found["calls"] == [
         ("model_arguments", True),
         ("layer_spec", seam_ranks.FFN),
