@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +44,10 @@ def talk(
 
 
 def piped(words: Sequence[str], text: str) -> tuple[int, str, str]:
-    """:func:`tests.support.commands_job.run` of a command that reads a text."""
-    sys.stdin = io.StringIO(text)
+    """:func:`tests.support.commands_job.run` of a command that reads a text from a pipe."""
+    read, write = os.pipe()
+    os.write(write, text.encode())
+    os.close(write)
+    os.dup2(read, 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (lives as long as the process)
     return commands_job.run(words)

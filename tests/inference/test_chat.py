@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -93,20 +90,13 @@ def test_mistakes_are_answered_and_the_chat_goes_on(ranks, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_reads_a_pipe(folder):
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+def test_the_command_reads_a_pipe(ranks, folder):
     words = ["chat", f"--load=hf:{folder}", "--greedy", "--max-new-tokens=6"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mindspeed", *words],
-        env=env,
-        input="hello\n/params\n",
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "max_new_tokens=6" in done.stdout
-    assert ">>" not in done.stdout  # prompts are for people
+    call = chat_ranks.piped, words, "hello\n/params\n"
+    ((status, text, errors),) = ranks(1, *call, setup=SETUP, backend=None)
+    assert status == 0, errors
+    assert "max_new_tokens=6" in text
+    assert ">>" not in text  # prompts are for people
 
 
 @pytest.mark.slow
