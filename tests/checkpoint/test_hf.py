@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -44,17 +41,6 @@ EP = "--expert-model-parallel-size=2"
 def directories(tmp_path_factory):
     """``directories(name)``: a tiny model of that family, as its files are."""
     return folders(tmp_path_factory)
-
-
-def mindspeed(*words):
-    """Run our command and return its standard output."""
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    command = [sys.executable, "-m", "mindspeed", *map(str, words)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture
@@ -272,7 +258,7 @@ def test_bin_files_are_read_too(directories, tmp_path):
 @pytest.mark.slow
 def test_the_commands_convert_both_ways_and_list_models(directories, command, tmp_path):
     source, checkpoint, out = directories("mistral-window"), tmp_path / "ck", tmp_path / "hf"
-    assert "release" in mindspeed("convert", "--input", source, "--output", checkpoint)
+    assert "release" in command("convert", "--input", source, "--output", checkpoint)
     assert "mistral" in command("convert", "--input", checkpoint, "--output", out)
     assert_same(files(out), files(source))
     assert '"rotary_base": 1000000' in command("models", "qwen3-8b", "--json")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ needs("megatron.core", "transformers")
 from safetensors.torch import load_file
 
 from tests.checkpoint import hf_ranks
+from tests.support import forked
 from tests.support.tiny import CASES
 
 Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
@@ -92,21 +90,17 @@ def test_flags_that_contradict_config_json(llama, ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_of_bloom_runs(tmp_path):
+def test_the_script_of_bloom_runs(ranks, tmp_path):
     config = {**CASES["bloom"].config, "n_layer": 4, "num_hidden_layers": 4}
     case = type(CASES["bloom"])("Bloom", config)
     case.save(case.model(), tmp_path / "hf")
     script = SCRIPTS / "bloom" / "convert_weights_from_huggingface.py"
     layers = ["--pipeline-model-parallel-size=2", "--partition-layers=3,1"]
-    environment = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, script, *words(tmp_path / "hf", tmp_path / "out"), *layers, "--pse"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    given = [*words(tmp_path / "hf", tmp_path / "out"), *layers, "--pse"]
+    run = forked.run_scripts
+    (results,) = ranks(1, run, [str(script)], *given, setup=SETUP, backend=None, timeout=200)
+    status, text = results[str(script)]
+    assert status == 0, text
     same_model(tmp_path / "out", tmp_path / "hf", tmp_path / "again")
     for script in ("convert_weights_from_huggingface", "convert_weights_when_tp_pp_change"):
         assert "ckpt_convert" in (SCRIPTS / "llama" / f"{script}.py").read_text()
