@@ -5,31 +5,23 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 import warnings
 
 import pytest
 
-from tests.support import commands_job
+from tests.support import commands_job, forked
 from tests.support.trainer_job import TINY
 
 ROOT = re.compile(r"mindspeed: warning: running as root.*\n")
 
 
-def pretrain(*flags: str) -> tuple[str, str]:
-    """Standard output and standard error of a run."""
-    unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS")
-    done = subprocess.run(
-        [sys.executable, "-m", "mindspeed", "pretrain", *TINY, *flags],
-        env={k: v for k, v in os.environ.items() if k not in unset} | {"MINDSPEED_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout, ROOT.sub("", done.stderr)
+def launched(words: list[str]) -> tuple[int, str]:
+    """Status and text of a command whose ranks are new interpreters; it is none of them itself."""
+    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*unset, "PYTHONWARNINGS"):
+        os.environ.pop(name, None)
+    return forked.run(words)
 
 
 def first_words(output: str) -> list[str]:
@@ -44,12 +36,14 @@ LOG = [
 
 
 @pytest.mark.slow
-def test_a_job_prints_one_log_and_no_warnings(tmp_path):
-    flags = ["--transformer-impl", "transformer_engine", "--use-distributed-optimizer"]
-    words = ["--nproc", "2", "--train-iters", "2", "--save", str(tmp_path)]
-    output, errors = pretrain(*words, *flags)
-    assert errors == ""
-    assert first_words(output) == LOG
+def test_a_job_prints_one_log_and_no_warnings(ranks, tmp_path):
+    """The launcher is a fork, its ranks are new interpreters, which import everything."""
+    words = ["pretrain", *TINY, "--nproc", "2", "--train-iters", "2", "--save", str(tmp_path)]
+    words += ["--transformer-impl", "transformer_engine", "--use-distributed-optimizer"]
+    options = {"setup": commands_job.SETUP, "backend": None, "timeout": 600}
+    [(status, text)] = ranks(1, launched, words, **options)
+    assert status == 0, text
+    assert first_words(ROOT.sub("", text)) == LOG
 
 
 def test_a_training_with_the_local_spec_prints_one_log_and_no_warnings(ranks, tmp_path):
