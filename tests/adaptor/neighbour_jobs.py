@@ -14,8 +14,12 @@ import torch
 BATCHES, LENGTH, VOCABULARY = 3, 8, 32
 
 
-def trained(name: str) -> dict[str, Any]:
-    """Losses of three steps, the bits of the weights, and the device that the library chose."""
+def trained(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Of each losses of three steps, bits of the weights, and the device that it chose."""
+    return {name: _trained(name) for name in names}
+
+
+def _trained(name: str) -> dict[str, Any]:
     torch.manual_seed(5)
     losses, parameters, device = NEIGHBOURS[name]()
     digest = hashlib.sha256()

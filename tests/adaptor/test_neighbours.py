@@ -8,15 +8,24 @@ import pytest
 
 from tests.adaptor.neighbour_jobs import NEIGHBOURS, trained, transformer_engine_seen
 
+OPTIONS = {"backend": None, "timeout": 240, "env": {"DS_ACCELERATOR": "cpu"}}
+
+
+@pytest.fixture(scope="module")
+def without(rank_pool):
+    """Of all installed libraries, in one process: the costly part is to import transformers."""
+    names = [name for name in NEIGHBOURS if importlib.util.find_spec(name)]
+    [found] = rank_pool.run(1, trained, names, **OPTIONS)
+    return found
+
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
-def test_a_library_beside_megatron_trains_as_without_the_import(ranks, name):
-    if importlib.util.find_spec(name) is None:
+def test_a_library_beside_megatron_trains_as_without_the_import(ranks, without, name):
+    if name not in without:
         pytest.skip(f"{name} is not installed")
-    options = {"backend": None, "timeout": 240, "env": {"DS_ACCELERATOR": "cpu"}}
-    [without] = ranks(1, trained, name, **options)
-    [beside] = ranks(1, trained, name, setup="tests.support.warm", **options)
-    assert beside == without
+    [found] = ranks(1, trained, [name], setup="tests.support.warm", **OPTIONS)
+    beside = found[name]
+    assert beside == without[name]
     assert len(beside["losses"]) == 3 and len(set(beside["losses"])) == 3
 
 
