@@ -63,17 +63,10 @@ def test_the_process_that_is_forked_has_nothing_to_patch(ranks):
     assert not {"mindspeed.session", "mindspeed.megatron_adaptor"} & set(names)
 
 
-def test_import_installs_without_importing_megatron():
-    loaded = in_a_new_process(
-        "import mindspeed.megatron_adaptor\n"
-        "print(json.dumps([m for m in sys.modules if m.startswith('megatron.')]))"
-    )
-    assert loaded == []
-
-
-def test_import_loads_the_adaptor_and_no_algorithm():
-    """What a script pays for the line; algorithms are imported by the features that need them."""
-    rooms, costly = in_a_new_process(
+@pytest.fixture(scope="module")
+def imported():
+    """What the import line loads, in a new process: rooms of ours, and all packages."""
+    return in_a_new_process(
         "import torch.distributed\n"
         "before = set(sys.modules)\n"
         "import mindspeed.megatron_adaptor\n"
@@ -81,6 +74,16 @@ def test_import_loads_the_adaptor_and_no_algorithm():
         "rooms = sorted({name[1] for name in new if name[0] == 'mindspeed' and name[1:]})\n"
         "print(json.dumps([rooms, sorted({'.'.join(name[:3]) for name in new})]))"
     )
+
+
+def test_import_installs_without_importing_megatron(imported):
+    _, packages = imported
+    assert [name for name in packages if name.startswith("megatron.")] == []
+
+
+def test_import_loads_the_adaptor_and_no_algorithm(imported):
+    """What a script pays for the line; algorithms are imported by the features that need them."""
+    rooms, costly = imported
     assert not set(costly) & {"sympy", "rich", "torch.distributed.tensor", "torch._dynamo"}, costly
     assert set(rooms) == {
         "adaptor", "device", "errors", "features", "files", "flags", "journal", "megatron_adaptor",
