@@ -21,7 +21,9 @@ SMALL = (
 WARM = (
     "--tensor-model-parallel-size 2 --sequence-parallel --nproc 2",
     "--tensor-model-parallel-size 2 --sequence-parallel --nproc 2 --num-experts 4 "
-    "--moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "--moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-alltoall-overlap-comm",
+    "--tensor-model-parallel-size 2 --context-parallel-size 2 --nproc 4",
 )
 """What the parent checks before it forks."""
 SECONDS = 300
@@ -38,10 +40,16 @@ def main() -> None:
     from mindspeed import session
     from mindspeed.planner import isolated
     from mindspeed.planner.job import Job
-    from mindspeed.training import forward_step, model, step  # noqa: F401  (for all children)
+    from mindspeed.training import (  # noqa: F401  (for all children)
+        forward_step,
+        model,
+        preference,
+        reference,
+        step,
+    )
     from mindspeed.type_check import rules, stage
     from mindspeed.type_check.report import as_data, describe
-    from tests.type_check import faults
+    from tests.type_check import faults, planted
     from tests.type_check.adjoint import name_of
 
     def settings(flags: str) -> Any:
@@ -76,6 +84,7 @@ def main() -> None:
             "own": sorted(map(name_of, rules._own())),
         }
 
+    planted.remember()
     cases = [tuple(case) for case in json.load(sys.stdin)]
     for found in in_children(checked, cases, jobs=2, timeout=SECONDS):
         print(json.dumps(found if isinstance(found, dict) else {"error": str(found)}), flush=True)

@@ -1,15 +1,11 @@
 """A framework: binds Megatron's names behind the import line, then asks about its own model.
 
-``python -m tests.type_check.framework_job MODEL ...`` prints what :func:`mindspeed.check` returns
-or raises, a JSON string a line. A model is a string of the words ``fault``, ``reads``,
-``unrepaired`` and ``delta``, ``mamba`` or ``formula``: with gated delta nets, with layers that need
-a package, or with Megatron's own formula of gated delta nets.
+A model is a string of the words ``fault``, ``reads``, ``unrepaired`` and ``delta``, ``mamba`` or
+``formula``: with gated delta nets, with layers that need a package, or with Megatron's own formula
+of gated delta nets.
 """
 
 from __future__ import annotations
-
-import json
-import sys
 
 import mindspeed.megatron_adaptor
 
@@ -127,14 +123,9 @@ def said(asked: str) -> str:
         return str(error)
 
 
-def main() -> None:
-    """Check the models that are asked for, each in a child of this process."""
+def checks(models: list[str]) -> list[str]:
+    """What :func:`mindspeed.check` returns or raises for each, in a child of this process."""
     from mindspeed.planner import isolated
     from mindspeed.training import forward_step, model, step  # noqa: F401  (for all children)
 
-    for text in isolated.map(said, [(asked,) for asked in sys.argv[1:]], jobs=2):
-        print(json.dumps(str(text)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return [str(text) for text in isolated.map(said, [(asked,) for asked in models], jobs=2)]

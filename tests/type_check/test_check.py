@@ -41,6 +41,7 @@ from tests.type_check.faults import (
 pytest.importorskip("spmd_types")
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all cases
 
+ADAPTOR = "mindspeed.megatron_adaptor"
 DELTA_NETS = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
     "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
@@ -478,28 +479,23 @@ def test_a_function_without_a_rule_stops_the_check_and_says_how_to_give_it_one(f
     assert "from mindspeed.spmd import Local, typed" in text and "@typed(Local())" in text
 
 
-def command(*words: str, module: str = "mindspeed") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 FRAMEWORK = ("", "fault", "reads", "fault reads", "delta", "mamba", "formula", "formula unrepaired")
 """Models of a framework that has imported the adaptor, bound names and asks for a check."""
 
 
 @pytest.fixture(scope="module")
-def framework() -> dict[str, list[str]]:
+def framework(rank_pool) -> dict[str, list[str]]:
     """The lines of each check."""
-    done = command(*FRAMEWORK, module="tests.type_check.framework_job")
-    texts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
-    assert len(texts) == len(FRAMEWORK), done.stderr[-4000:]
+    options = {"setup": ADAPTOR, "backend": None, "timeout": 300}
+    [texts] = rank_pool.run(1, checks_of_a_framework, **options)
     return {name: text.splitlines() for name, text in zip(FRAMEWORK, texts, strict=True)}
+
+
+def checks_of_a_framework() -> list[str]:
+    """What a process says that imports the framework."""
+    from tests.type_check import framework_job
+
+    return framework_job.checks(list(FRAMEWORK))
 
 
 @pytest.mark.slow
@@ -555,7 +551,7 @@ def test_the_norm_of_a_delta_net_is_refused_without_its_repair(framework):
 
 
 def test_a_check_inside_a_running_job_is_refused(ranks):
-    (said,) = ranks(1, check_inside_a_job, setup="mindspeed.megatron_adaptor")
+    (said,) = ranks(1, check_inside_a_job, setup=ADAPTOR)
     assert "before torch.distributed.init_process_group" in said
 
 
@@ -582,7 +578,15 @@ def test_a_missing_package_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_flags_of_the_job_stand_beside_those_of_the_command():
-    done = command("check", "--types", *SMALL.split(), *f"--nproc 2 {TP}".split())
+    words = [*SMALL.split(), *f"--nproc 2 {TP}".split()]
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed", "check", "--types", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 ranks: tensor 2\n") and "\naccepted: " in done.stdout
 
