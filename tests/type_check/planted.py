@@ -4,8 +4,9 @@
         ...
 
 Every function object that was made from the line gets the new code, whoever has bound or wrapped
-it. Lines keep their numbers. A process that forks calls :func:`remember` before: each child would
-otherwise look for the functions among all objects that it inherits, and copy their memory.
+it. Lines keep their numbers. A process that plants much, or its parent before it forks, calls
+:func:`remember`: the functions are otherwise looked for among all objects each time, which copies
+the memory that a child has inherited.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 
-_inherited: dict[str, list[FunctionType]] = {}
+_remembered: dict[str, list[FunctionType]] = {}
 
 
 def remember() -> None:
-    """Sort all functions of this process by their file, for its children."""
+    """Sort all functions of this process by their file, for it and its children."""
     found: dict[str, list[FunctionType]] = defaultdict(list)
     gc.unfreeze()  # what this process has inherited itself
     for one in gc.get_objects():
         if isinstance(one, FunctionType):
             found[one.__code__.co_filename].append(one)
-    _inherited.update(found)
+    _remembered.update(found)
+    gc.freeze()  # what is not frozen is new
 
 
 @contextmanager
@@ -47,11 +49,11 @@ def planted(module: str, old: str, new: str) -> Iterator[None]:
     before = dict(_functions(compile(source, file, "exec", dont_inherit=True)))
     after = dict(_functions(compile(source.replace(old, new), file, "exec", dont_inherit=True)))
     changed = {code: after[name] for name, code in before.items() if after[name] != code}
-    if not _inherited:
+    if not _remembered:
         gc.unfreeze()  # a forked child has frozen what it inherited, which would not be found
     found = [
         (one, one.__code__)
-        for one in (*_inherited.get(file, ()), *gc.get_objects())
+        for one in (*_remembered.get(file, ()), *gc.get_objects())
         if isinstance(one, FunctionType)
         and one.__code__.co_filename == file
         and one.__code__ in changed

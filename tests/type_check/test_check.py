@@ -323,7 +323,8 @@ def _cases() -> dict[str, tuple]:
     *("experts-overlapped", "experts-gathered", "experts-loss-per-sequence", "slices"),
     *("slices-sequential", "slices-spread", "slices-gathered", "slices-gathered-sequential"),
     *("slices-overlapped", "packed-pipeline", "packed-multi-token-prediction", "sp"),
-    *("pairs-unpaired", "pairs-known-reference", "pairs-experts", "rewards"),
+    *("pairs-unpaired", "pairs-known-reference", "pairs-experts", "pairs-adapters", "rewards"),
+    *("experts-latent-overlapped", "experts-gathered-overlapped"),
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RIGHT)
