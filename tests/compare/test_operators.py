@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -10,12 +11,28 @@ from mindspeed.cli.main import main
 from mindspeed.compare import operator_walk
 from mindspeed.compare.megatron_operators import module_of
 from mindspeed.compare.names import Name
+from mindspeed.compare.recording import read
+from mindspeed.compare.walk import compare
+from tests.compare.faults import ATTENTION, FC1, LAYER, NORM, PROJ
 from tests.compare.layouts import SP2, TP2
 from tests.support.lazy import needs
 
 needs("megatron.core")
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MODULES = {  # that differ first, in which operators are recorded
+    "attention scale by 1 %": ATTENTION,
+    "norm eps, small": NORM,
+    "another activation": f"{LAYER}.mlp",
+    "residual scaled": LAYER,
+    "product in bf16": FC1,
+    "keys of another position": ATTENTION,
+    "rotary offset": "decoder.layers.0.self_attention",
+    "gradient of attention's keys": LAYER,
+    "gradient of the loss": "model",
+    "missing all-reduce": PROJ,
+    "one bit in attention": ATTENTION,
+}
 FAULTS = {  # flags of both runs, what is named
     "attention scale by 1 %": (
         "",
@@ -51,38 +68,51 @@ def recorded(runs, flags, fault="", module=""):
     return runs.record(world, f"{flags} {more}", fault)
 
 
-def page_of(runs, capsys, fault, flags_of_a, flags):
-    first = runs.compare(recorded(runs, flags, fault)).first
-    module = module_of(first.name, 4)
-    a, b = recorded(runs, flags_of_a, "", module), recorded(runs, flags, fault, module)
-    assert main(["compare", str(a), str(b)]) == 1
-    return capsys.readouterr().out
+@pytest.fixture(scope="module")
+def right(runs):
+    """``right(flags, modules)``: a right run, which is recorded once."""
+    return functools.cache(lambda flags, modules: recorded(runs, flags, "", modules))
+
+
+@pytest.fixture(scope="module")
+def page_of(runs, right):
+    """``page_of(capsys, fault, flags of A, flags of B)``."""
+
+    def page(capsys, fault, flags_of_a, flags):
+        module = MODULES[fault]
+        a, b = right(flags_of_a, module), recorded(runs, flags, fault, module)
+        assert module_of(compare(read(a), read(b)).first.name, 4) == module
+        assert main(["compare", str(a), str(b)]) == 1
+        return capsys.readouterr().out
+
+    return page
 
 
 # Weekly: one more or another operator, as in a row beside.
 @pytest.mark.weekly_cases("residual scaled", "product in bf16", "keys of another position")
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_operator_is_named(runs, capsys, fault):
+def test_the_operator_is_named(page_of, capsys, fault):
     flags, expected = FAULTS[fault]
-    page = page_of(runs, capsys, fault, flags, flags)
+    page = page_of(capsys, fault, flags, flags)
     assert re.search(expected, page), page
 
 
 @pytest.mark.weekly_cases("attention scale*", "another activation", "one bit in attention")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", OTHER_LAYOUT)
-def test_the_operator_is_named_in_another_layout(runs, capsys, fault):
-    page = page_of(runs, capsys, fault, "", SP2)
+def test_the_operator_is_named_in_another_layout(page_of, capsys, fault):
+    page = page_of(capsys, fault, "", SP2)
     assert re.search(OTHER_LAYOUT[fault], page), page
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", SP2, RECOMPUTED])
-def test_equal_runs_have_no_such_operator(runs, flags):
+def test_equal_runs_have_no_such_operator(runs, right, flags):
     modules = "decoder.layers.1 decoder.layers.2.self_attention.core_attention"
     first = Name(0, 0, "forward", "decoder.layers.1", "output")
-    a, b = (operator_walk.read(recorded(runs, one, "", modules)) for one in ("", flags))
+    own = recorded(runs, flags, "", modules)
+    a, b = (operator_walk.read(one) for one in (right("", modules), own))
     for when in ("forward", "backward"):
         assert any(call.when == when for call in b)
         assert operator_walk.first_difference(a, b, first._replace(when=when), 3e-7) is None
