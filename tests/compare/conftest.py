@@ -6,6 +6,7 @@ import pytest
 
 from tests.compare.campaign import Campaign
 from tests.compare.job import Runs
+from tests.compare.pairs import FEW
 
 
 @pytest.fixture(scope="session")
@@ -17,4 +18,5 @@ def runs(rank_pool, tmp_path_factory) -> Runs:
 @pytest.fixture(scope="session")
 def campaign(rank_pool, tmp_path_factory) -> Campaign:
     """Recordings of jobs in fp32, with one set of weights: of planted faults, and of equal runs."""
-    return Campaign(rank_pool.run, tmp_path_factory.mktemp("campaign"), weights=1)
+    folder = tmp_path_factory.mktemp("campaign")
+    return Campaign(rank_pool.run, folder, weights=1, samples=FEW)

@@ -24,8 +24,8 @@ class Layout:
     Attributes:
         ranks: Of the job.
         flags: Of the layout.
-        tags: What it has: ``tp``, ``sp``, ``cp``, ``ring``, ``pp``, ``vpp``, ``dp``, ``zero``,
-            ``ep``, ``etp``.
+        tags: What it has: ``tp``, ``sp``, ``cp``, ``ring``, ``pp``, ``vpp``, ``dp``, ``dp4``,
+            ``zero``, ``ep``, ``etp``.
     """
 
     ranks: int
@@ -51,8 +51,8 @@ def layout(
     ]
     have = {
         "tp": tp > 1, "sp": sp, "cp": cp > 1, "ring": algo == _RING, "pp": pp > 1, "vpp": vpp,
-        "dp": ranks > tp * cp * pp, "zero": bool(zero), "ep": ep > 1, "etp": etp > 1,
-        "etp1": etp == 1 and tp > 1, "reduced": ranks > tp * pp,
+        "dp": ranks > tp * cp * pp, "dp4": ranks == 4 * tp * cp * pp, "zero": bool(zero),
+        "ep": ep > 1, "etp": etp > 1, "etp1": etp == 1 and tp > 1, "reduced": ranks > tp * pp,
     }  # fmt: skip
     return Layout(ranks, " ".join(filter(None, flags)), frozenset(k for k, v in have.items() if v))
 
@@ -144,7 +144,9 @@ JOBS = {
 }
 
 
-def chosen(key: str, job: str, needs: Collection[str], seeds: int = 3) -> tuple[Layout, int]:
+def chosen(
+    key: str, job: str, needs: Collection[str], seeds: int = 3, most: int = 4
+) -> tuple[Layout, int]:
     """A layout at random that has what a fault needs, and the seed of its weights and data.
 
     Args:
@@ -152,9 +154,10 @@ def chosen(key: str, job: str, needs: Collection[str], seeds: int = 3) -> tuple[
         job: Of :data:`JOBS`.
         needs: Tags; one that begins with ``-`` must not be there.
         seeds: How many of them there are.
+        most: Ranks that it may have.
     """
     numbers = random.Random(key)
-    fit = [one for one in JOBS[job].layouts if _fits(one.tags, needs)]
+    fit = [one for one in JOBS[job].layouts if one.ranks <= most and _fits(one.tags, needs)]
     found = numbers.choice(fit)
     extra = "" if found.ranks == 1 else numbers.choice(("", "", RECOMPUTED, SELECTIVE))
     flags = f"{found.flags} {extra}".strip()

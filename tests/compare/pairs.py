@@ -12,6 +12,8 @@ _FP8 = (
     "--bf16 --transformer-impl transformer_engine --ffn-hidden-size 192 --fp8-format hybrid "
     "--fp8-recipe"
 )
+SAMPLES, FEW = 8, 4
+"""Four micro-batches of the dense model; two of all other jobs, but where data ranks share them."""
 _TWO = "--record-steps 0,1 --train-iters 2"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -25,21 +27,26 @@ class Pair:
         layout: Of the run.
         model: More flags of both runs.
         recorded: More flags of both, where they record.
+        samples: Of a step.
     """
 
     job: str
     layout: Layout
     model: str = ""
     recorded: str = ""
+    samples: int = SAMPLES
 
 
 def _pairs() -> dict[str, Pair]:
     numbers = random.Random(0)
     found: dict[str, Pair] = {}
+    plain = ("", "--bf16")
 
     def add(name: str, job: str, own: Layout, model: str = "", recorded: str = "") -> None:
         assert name not in found, name
-        found[name] = Pair(job, own, model, recorded)
+        few = "dp" not in own.tags if job == "experts" else job != "dense" or model not in plain
+        samples = FEW if few or recorded else SAMPLES
+        found[name] = Pair(job, own, model, recorded, samples)
 
     for dtype in ("fp32", "bf16"):
         flags = "--bf16" * (dtype == "bf16")
