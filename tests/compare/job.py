@@ -99,9 +99,14 @@ class Runs:
         return self.record(1, self._own, at="a")
 
     @functools.cached_property
+    def whole(self) -> Path:
+        """A whole recording of the run of one rank."""
+        return self.record(1, f"{self._own} --record-level full", at="full")
+
+    @functools.cached_property
     def full(self) -> tuple[Path, str]:
-        """A whole recording of the run of one rank, and the flags that force another to it."""
-        path = self.record(1, f"{self._own} --record-level full", at="full")
+        """The same, with three runs with noise beside, and the flags that force a run to it."""
+        path = self.whole
         forced = f"--record-forced {path}"
         for number in NOISE:
             at = f"full/forced-noise-{number}"

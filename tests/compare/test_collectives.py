@@ -56,6 +56,12 @@ EQUAL = {  # flags, some of the calls
 }
 
 
+@pytest.fixture(scope="module")
+def right(runs):
+    """A right run of two tensor ranks."""
+    return runs.record(2, f"{TP2} {RECORDED}")
+
+
 def page(capsys, a, b, status):
     assert main(["compare", str(a), str(b)]) == status
     return capsys.readouterr().out
@@ -154,9 +160,8 @@ def test_a_receiver_that_rolls_its_rows_is_named(runs, capsys):
     assert f"collective of B: {wrong}" in text
 
 
-def test_one_bit_of_a_sum_on_one_rank_is_named(runs, capsys):
-    a, b = (runs.record(2, f"{TP2} {RECORDED}", fault) for fault in ("", "one bit of a sum"))
-    text = page(capsys, a, b, 1)
+def test_one_bit_of_a_sum_on_one_rank_is_named(runs, right, capsys):
+    text = page(capsys, right, runs.record(2, f"{TP2} {RECORDED}", "one bit of a sum"), 1)
     wrong = rf"all_reduce of ranks 0, 1, number \d+, in forward of {FC2}, micro-batch 0: "
     wrong += "what rank 1 got is not what ranks 0, 1 gave"
     assert re.search(rf"the collective before it: {wrong}", text), text
@@ -188,9 +193,8 @@ def test_ranks_get_the_same_bits_of_a_reduction(reduction, bits, text):
     assert found == text
 
 
-def test_a_collective_that_only_one_run_calls_is_named(runs, capsys):
-    a, b = (runs.record(2, f"{TP2} {RECORDED}", fault) for fault in ("", "all-reduce left out"))
-    text = page(capsys, a, b, 1)
+def test_a_collective_that_only_one_run_calls_is_named(runs, right, capsys):
+    text = page(capsys, right, runs.record(2, f"{TP2} {RECORDED}", "all-reduce left out"), 1)
     only = (
         rf"all_reduce of ranks 0, 1, number \d+, in forward of {FC2}, micro-batch 0: only A calls"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -14,6 +15,12 @@ from tests.support.lazy import needs
 from tests.support.trainer_job import SETUP
 
 needs("megatron.core")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(runs):
+    """A right recording, to be copied before it is changed."""
+    return runs.record(2, SP2)
 
 
 def test_page_json_and_exit_status(runs, tmp_path, capsys):
@@ -47,8 +54,8 @@ def test_dropout_in_other_layouts_is_said(runs, capsys):
     assert "! hidden_dropout: other layouts draw other masks" in capsys.readouterr().out
 
 
-def test_a_rank_that_was_killed_is_named(runs, capsys):
-    b = runs.record(2, SP2, at="cut-off")
+def test_a_rank_that_was_killed_is_named(runs, on_two_ranks, tmp_path, capsys):
+    b = shutil.copytree(on_two_ranks, tmp_path / "cut-off")
     (b / "step-000000" / "rank-00001.jsonl").unlink()
     main(["compare", str(runs.trusted), str(b)])
     assert "B's step 0 was cut off: nothing of rank 1" in capsys.readouterr().out
@@ -74,16 +81,16 @@ def test_what_is_written_is_what_was_predicted(runs):
     assert abs(1e6 * megabytes / (BYTES_OF_PIECE * pieces) - 1) < 0.15
     assert "0 MB are free: fewer --record-steps" in error
 
-    whole = runs.full[0] / "step-000000"
+    whole = runs.whole / "step-000000"
     written = sum(path.stat().st_size for path in whole.iterdir())
     runs.record(1, "--record-level full", "little disk")
     megabytes = float(re.search(r"about \d+ MB, ([\d.]+) MB a step", runs.errors[0])[1])
     assert 0.6 < 1e6 * megabytes / written < 1.7
 
 
-def test_recordings_of_two_jobs_in_one_directory_are_refused(runs, capsys):
-    for flags in (SP2, ""):
-        path = runs.record(2 if flags else 1, flags, at="mixed")
+def test_recordings_of_two_jobs_in_one_directory_are_refused(runs, on_two_ranks, capsys):
+    shutil.copytree(on_two_ranks, runs.folder / "mixed")
+    path = runs.record(1, "", at="mixed")
     assert main(["compare", str(runs.trusted), str(path)]) == 1
     assert "step-000000: of jobs on 1 and 2 ranks" in capsys.readouterr().err
 

@@ -54,6 +54,7 @@ def test_the_difference_is_there_without_the_job(runs, tmp_path, capsys):
     assert "output 0: relative error 0.0" in page and "DIFFERS" in page
 
 
+@pytest.mark.weekly_cases("*core_attention")  # is a part of the layer
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "module"), [(TP2, LAYER), (TP2, ATTENTION)])
 def test_without_a_fault_there_is_none(runs, replayed, tmp_path, flags, module):

@@ -51,7 +51,7 @@ def test_dropout_from_other_random_states_is_said(runs, capsys):
 
 @pytest.mark.slow
 def test_sampled_elements_are_those_of_the_whole_tensor_in_every_layout(runs, capsys):
-    one = read(runs.full[0])
+    one = read(runs.whole)
     flags = f"{SP2} --record-level sample"
     path = runs.record(2, flags)
     other = read(path)
@@ -60,7 +60,7 @@ def test_sampled_elements_are_those_of_the_whole_tensor_in_every_layout(runs, ca
         apart = (tensor.samples - one.tensors[name].samples).abs().max()
         assert apart <= 1e-3 * (1e-3 + one.tensors[name].largest), name
     wrong = runs.record(2, flags, "norm plus 2 %")
-    assert main(["compare", str(runs.full[0]), str(wrong)]) == 1
+    assert main(["compare", str(runs.whole), str(wrong)]) == 1
     [(a, b), *_] = re.findall(
         r"element \(\d+, \d+\): (\S+) in A, (\S+) in B", capsys.readouterr().out
     )
