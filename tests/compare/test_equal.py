@@ -48,14 +48,16 @@ def test_without_runs_with_noise_it_is_estimated(campaign, layout):
 
 
 @pytest.mark.slow
-def test_a_fused_norm_is_no_difference(runs):
+def test_a_fused_norm_is_no_difference(campaign):
+    runs = campaign.runs("dense", 1234)
     result = runs.compare(runs.record(1, "--transformer-impl transformer_engine"))
     assert result.equal
     assert all("layernorm" in name for name in result.only["A"]) and "B" not in result.only
 
 
 @pytest.mark.slow
-def test_a_part_of_the_tensors_is_recorded(runs):
+def test_a_part_of_the_tensors_is_recorded(campaign):
+    runs = campaign.runs("dense", 1234)
     kinds = "--record-what main-weights --record-micro-batches 1"
     result = runs.compare(runs.record(2, f"--use-distributed-optimizer {kinds}"))
     assert result.equal and {row.name.what for row in result.rows} == {"main_weight"}
