@@ -201,7 +201,7 @@ def test_bits_of_factors_that_follow_from_earlier_steps_are_not_compared(run):
 def test_a_step_that_is_computed_twice_is_recorded_once(run, tmp_path):
     from mindspeed.compare.recording import read
 
-    flags = "--hidden-dropout 0.1 --record-steps 0,2 --record"
+    flags = "--hidden-dropout 0.1 --train-iters 3 --record-steps 0,2 --record"
     run(1, f"{flags} {tmp_path}/plain")
     run(1, f"{flags} {tmp_path}/guarded {ALL}")
     plain, guarded = (read(tmp_path / name).tensors for name in ("plain", "guarded"))
@@ -218,16 +218,16 @@ def test_a_program_that_does_not_repeat_itself_is_said_once(run):
 
 
 def test_guards_cost_one_reduction_a_step_and_one_gather_an_interval(run):
-    no_votes = "--no-exit-signal-handler"  # which are taken once a second
+    job = f"{TP} --train-iters 3 --no-exit-signal-handler"  # whose votes are taken once a second
     seldom, losses, often = (
-        run(2, f"{TP} {no_votes} --guard {flags}", "", True)[0]["collectives"]
+        run(2, f"{job} --guard {flags}", "", True)[0]["collectives"]
         for flags in (
             "desync --guard-interval 9",
             "desync,nan,spike --guard-interval 9",
             "desync --guard-interval 1",
         )
     )
-    micro_batches, data_ranks, steps, kinds = 2, 1, 4, 4
+    micro_batches, data_ranks, steps, kinds = 2, 1, 3, 4
     of_losses = ("all_reduce", 4 * (3 * micro_batches * data_ranks + 1))
     of_copies = ("all_gather", 8 * 2 * kinds)
     assert_added(seldom, losses, {of_losses: steps})
