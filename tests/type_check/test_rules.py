@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("spmd_types")
 
+from tests.support.trainer_job import SETUP
 from tests.type_check import adjoint, faults
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all measurements
@@ -14,8 +15,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test waits for all measuremen
 @pytest.fixture(scope="module")
 def found(rank_pool) -> list[adjoint.Measured]:
     """What each of two ranks has measured."""
-    options = {"setup": "mindspeed.megatron_adaptor", "timeout": 500}
-    return rank_pool.run(2, adjoint.measured, **options)
+    return rank_pool.run(2, adjoint.measured, setup=SETUP, timeout=500)
 
 
 @pytest.mark.slow
@@ -70,7 +70,5 @@ def functions_of_megatron() -> tuple[set[str], set[str]]:
 
 
 def test_every_rule_has_a_function_of_megatron(ranks):
-    ((names, found),) = ranks(
-        1, functions_of_megatron, setup="mindspeed.megatron_adaptor", backend=None
-    )
+    ((names, found),) = ranks(1, functions_of_megatron, setup=SETUP, backend=None)
     assert names - found == NEWER
