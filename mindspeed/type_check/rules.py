@@ -58,7 +58,10 @@ def install(journal: Journal) -> None:
     _know_wrapped_factories()
     operators.register(journal)
     megatron.own_results(journal, _terms)
-    checker.RAW_DIST_RULES |= {dist.irecv: _received, dist.isend: lambda *_: None}
+    # In place of rules by the collectives that the checker met at its import, which are the device
+    # layer's if the adaptor came first. The functions that call them have rules of their own.
+    raw = {dist.irecv: _received, dist.isend: lambda *_: None}
+    journal.set(checker, "RAW_DIST_RULES", raw, owner=OWNER)
 
 
 def _know_wrapped_factories() -> None:

@@ -1,8 +1,8 @@
 """A framework: binds Megatron's names behind the import line, then asks about its own model.
 
-A model is a string of the words ``fault``, ``reads``, ``unrepaired`` and ``delta``, ``mamba`` or
-``formula``: with gated delta nets, with layers that need a package, or with Megatron's own formula
-of gated delta nets.
+A model is a string of the words ``fault``, ``reads``, ``unrepaired``, ``context`` (parallelism) and
+``delta``, ``mamba`` or ``formula``: with gated delta nets, with layers that need a package, or with
+Megatron's own formula of gated delta nets.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def provider_of(args, asked: list[str]):
         num_attention_heads=args.num_attention_heads,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
         pipeline_dtype=torch.float32,
         sequence_parallel=args.sequence_parallel,
         hidden_dropout=0.0,
@@ -114,6 +115,8 @@ def said(asked: str) -> str:
         flags += " --pipeline-model-parallel-size 2"
     if "formula" not in words:
         flags += " --sequence-parallel"
+    if "context" in words:
+        flags += " --context-parallel-size 2"
     args = Job(flags.split()).settings().args
     if "unrepaired" in words:
         session.install().engine.remove("repair:parameter-marks")

@@ -480,7 +480,10 @@ def test_a_function_without_a_rule_stops_the_check_and_says_how_to_give_it_one(f
     assert "from mindspeed.spmd import Local, typed" in text and "@typed(Local())" in text
 
 
-FRAMEWORK = ("", "fault", "reads", "fault reads", "delta", "mamba", "formula", "formula unrepaired")
+FRAMEWORK = (
+    *("", "context", "fault", "reads", "fault reads"),
+    *("delta", "mamba", "formula", "formula unrepaired"),
+)
 """Models of a framework that has imported the adaptor, bound names and asks for a check."""
 
 
@@ -504,6 +507,14 @@ def test_the_model_of_a_framework_is_proven(framework):
     found = framework[""]
     assert found[0] == "4 ranks: tensor 2, sequence parallel yes, pipeline 2"
     assert found[-2].startswith("accepted: every gradient is summed")
+
+
+@pytest.mark.slow
+def test_collectives_that_the_adaptor_completed_before_the_checker_came_are_accepted(framework):
+    """The loss is all-reduced: the checker met the device layer's collectives at its import."""
+    found = framework["context"]
+    assert found[0] == "4 ranks: tensor 2, sequence parallel yes, context 2"
+    assert found[-2].startswith("accepted: every gradient is summed"), found
 
 
 @pytest.mark.slow
