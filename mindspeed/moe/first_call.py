@@ -17,19 +17,19 @@ class _Called(Exception):
 def arguments_of_first_call(
     part: torch.nn.Module, run: Callable[[], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run ``run`` until it calls ``part``, which does not run; returns what it would get."""
+    """Run ``run`` until it calls ``part``, which does not run; returns what it would get.
 
-    def stop(*arguments: Any, **options: Any) -> Any:
+    Hooks of ``part`` do not run either: they see the call that follows, and no other.
+    """
+
+    def stop(part: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         raise _Called(arguments, options)
 
-    own = vars(part).get("forward")  # a feature's
-    part.forward = stop  # on the instance: hides the method of the class
+    handle = part.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     try:
         run()
     except _Called as call:
         return call.given
     finally:
-        del part.forward
-        if own is not None:
-            part.forward = own
+        handle.remove()
     raise RuntimeError(f"{type(part).__name__} was not called")
