@@ -76,6 +76,22 @@ class Runner(NamedTuple):
         assert status == 0, (words, errors)
         return text
 
+    def folder(self, producer):
+        """Its directory; of producers of weekly rows it is made when one asks for it."""
+        root, path = self.root, self.root / producer
+        if not path.exists():
+            merge = [f"--load=hf:{root / 'hf'}", f"--lora-load={root / 'adapter'}"]
+            convert = [f"--input={root / 'hf'}", "--format=safetensors", f"--output={path}"]
+            self.made(
+                {
+                    "convert-safetensors": ["convert", *convert],
+                    "export": ["export", "--hf", f"--load={root / 'convert'}", f"--output={path}"],
+                    "merge-lora": ["merge-lora", *merge, f"--save={path}"],
+                    "merge-lora-hf": ["merge-lora", *merge, f"--save={path}", "--format=hf"],
+                }[producer]
+            )
+        return str(path)
+
     def consume(self, consumer, load, output):
         """The command line of a consumer; ``load`` as ``--load`` takes it."""
         root, folder = self.root, load.removeprefix("hf:")
@@ -105,7 +121,7 @@ class Runner(NamedTuple):
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory, rank_pool):
-    """All producers' directories, by name."""
+    """The directories of the producers that daily rows need, by name."""
     root = tmp_path_factory.mktemp("producers")
     new = Runner(root, rank_pool)
     hf = root / "hf"
@@ -130,9 +146,8 @@ def runner(tmp_path_factory, rank_pool):
 
     convert = ["convert", f"--input={hf}"]
     new.made([*convert, f"--output={root / 'convert'}"])
-    for form in ("safetensors", "torch", "deepspeed"):
-        sizes = [] if form == "safetensors" else ["--tp=2"]
-        new.made([*convert, f"--output={root / f'convert-{form}'}", f"--format={form}", *sizes])
+    for form in ("torch", "deepspeed"):
+        new.made([*convert, f"--output={root / f'convert-{form}'}", f"--format={form}", "--tp=2"])
     script = TOOLS / "convert_weights_from_huggingface.py"
     words = [f"--input-model-dir={hf}", "--tensor-model-parallel-size=2"]
     new.made([*words, f"--output-model-dir={root / 'script'}"], script)
@@ -140,16 +155,12 @@ def runner(tmp_path_factory, rank_pool):
     words = [f"--input-model-dir={root / 'script'}", "--tgt-pipeline-model-parallel-size=2"]
     layout = TOOLS / "convert_weights_when_tp_pp_change.py"
     new.made([*words, f"--output-model-dir={root / 'script-layout'}"], layout)
-    new.made(["export", "--hf", f"--load={root / 'convert'}", f"--output={root / 'export'}"])
     text, chat = (f"--data-path={root / name}" for name in ("text_text_document", "chats"))
     new.made(["pretrain", f"--load=hf:{hf}", text, *TRAIN, f"--save={root / 'pretrain'}"])
     new.made(["finetune", f"--load=hf:{hf}", chat, *TRAIN, f"--save={root / 'finetune'}"])
     adapters = ["--lora-target-modules=q_proj", "--lora-export=peft", f"--save={root / 'adapter'}"]
     new.made(["finetune", f"--load=hf:{hf}", chat, *TRAIN, *adapters])
     shutil.move(root / "adapter/peft", root / "adapter-peft")
-    merge = ["merge-lora", f"--load=hf:{hf}", f"--lora-load={root / 'adapter'}"]
-    new.made([*merge, f"--save={root / 'merge-lora'}"])
-    new.made([*merge, f"--save={root / 'merge-lora-hf'}", "--format=hf"])
     new.made([*convert, f"--output={root / 'one-rank'}", "--format=torch"])
     as_megatron_writes(root / "one-rank/release", root / "megatron-legacy")
     as_megatron_writes(root / "pretrain/iter_0000001", root / "megatron-dist")
@@ -186,7 +197,7 @@ def as_megatron_writes(checkpoint, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("producer", [*QUICK, *(n for n in (*SAME, *TRAINED) if n not in QUICK)])
 def test_every_consumer_reads_what_every_producer_writes(producer, runner, tmp_path):
-    folder = str(runner.root / producer)
+    folder = runner.folder(producer)
     hugging_face = (Path(folder) / "config.json").is_file()
     load = f"hf:{folder}" if hugging_face else folder
     for consumer in CONSUMERS:
