@@ -439,17 +439,17 @@ MISTRAL = (
 
 def test_special_tokens_of_a_format_are_read_and_unknown_formats_refused(ranks, tiny):
     text = f"[TOOL_CALLS]f{ARGUMENTS}"
-    requests = [(text, TOOLS), (text, {"messages": [USER]})]
-    (found,) = ranks(1, tool_ranks.talk, tiny, MISTRAL, requests, "auto", setup=SETUP)
-    assert called(found[0][0]["choices"][0]["message"]) == BOTH[:1]
-    assert found[1][0]["choices"][0]["message"]["content"] == text.removeprefix("[TOOL_CALLS]")
-
     unknown = MISTRAL.replace("[TOOL_CALLS]", "")
-    requests = [("", TOOLS)]
-    (found,) = ranks(1, tool_ranks.talk, tiny, unknown, requests, "auto", setup=SETUP)
-    assert "start the server with --tool-call-parser" in found[0][0]
-    (found,) = ranks(1, tool_ranks.talk, tiny, None, requests, "hermes", setup=SETUP)
-    assert "does not render tools" in found[0][0]
+    jobs = [
+        (tiny, MISTRAL, [(text, TOOLS), (text, {"messages": [USER]})], "auto"),
+        (tiny, unknown, [("", TOOLS)], "auto"),
+        (tiny, None, [("", TOOLS)], "hermes"),
+    ]
+    ((read, undetected, without),) = ranks(1, tool_ranks.talks, jobs, setup=SETUP, backend=None)
+    assert called(read[0][0]["choices"][0]["message"]) == BOTH[:1]
+    assert read[1][0]["choices"][0]["message"]["content"] == text.removeprefix("[TOOL_CALLS]")
+    assert "start the server with --tool-call-parser" in undetected[0][0]
+    assert "does not render tools" in without[0][0]
 
 
 def test_fields_that_a_request_leaves_out_are_those_of_generation_config(ranks, tiny, tmp_path):

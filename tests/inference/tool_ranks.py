@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,18 @@ def answers_of(folder: str, template: str, file: str, answer: str) -> Any:
     options = SamplingOptions(max_new_tokens=200, greedy=True)
     calls = format_of(found.source)
     return answer_all(generator, found, asked, options, 1, calls), prompts
+
+
+def talks(jobs: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """:func:`talk` of each, in a process of its own that has OpenAI's client, which is costly."""
+    import openai.resources.chat  # noqa: F401
+    import starlette.testclient  # noqa: F401
+
+    answers = []
+    for job in jobs:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            answers.append(pool.apply(talk, job))
+    return answers
 
 
 def talk(
