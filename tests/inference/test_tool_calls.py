@@ -264,24 +264,33 @@ def test_channels_are_read_at_every_cut(text):
         assert "tool_calls" not in message and message.get("reasoning_content") == reasoning
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("qwen3_6", "why\n</think>\n\n<tool_call>\n<function=f>\n<parameter=a>\nPa\nris\n"
-         "</parameter>\n</function>\n</tool_call>"),
-        ("glm4moe", "\n<think>why</think>\n<tool_call>f\n<arg_key>a</arg_key>\n"
-         "<arg_value>Pa\nris</arg_value>\n</tool_call>"),
-        ("gptoss", ANALYSIS + "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
-         '{"a": "Pa\\nris"}<|call|>'),
-    ],
-)  # fmt: skip
-def test_openais_client_gets_calls_of_each_models_own_template(ranks, tiny, name, answer):
-    template = (trl_templates() / f"{name}.jinja").read_text("utf-8")
+OWN_ANSWERS = {
+    "qwen3_6": "why\n</think>\n\n<tool_call>\n<function=f>\n<parameter=a>\nPa\nris\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "glm4moe": "\n<think>why</think>\n<tool_call>f\n<arg_key>a</arg_key>\n"
+    "<arg_value>Pa\nris</arg_value>\n</tool_call>",
+    "gptoss": ANALYSIS + "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    '{"a": "Pa\\nris"}<|call|>',
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own_answers(rank_pool, tiny):
+    """Of each of these templates two answers with their prompts, whole and streamed."""
     string = {"type": "object", "properties": {"a": {"type": "string"}}}
     body = {"messages": [USER], "tools": [tool("f", string), tool("g")]}
-    requests = [(answer, body), (answer, {**body, "stream": True})]
-    args = (tool_ranks.talk, tiny, template, requests, "auto")
-    ((whole, prompt), (stream, _)) = ranks(1, *args, setup=SETUP)[0]
+    jobs = []
+    for name, answer in OWN_ANSWERS.items():
+        template = (trl_templates() / f"{name}.jinja").read_text("utf-8")
+        jobs.append((tiny, template, [(answer, body), (answer, {**body, "stream": True})], "auto"))
+    options = {"setup": SETUP, "backend": None, "timeout": 120}
+    (found,) = rank_pool.run(1, tool_ranks.talks, jobs, **options)
+    return dict(zip(OWN_ANSWERS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", OWN_ANSWERS)
+def test_openais_client_gets_calls_of_each_models_own_template(own_answers, name):
+    ((whole, prompt), (stream, _)) = own_answers[name]
     (choice,) = whole["choices"]
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls" and message["reasoning_content"] == "why"
